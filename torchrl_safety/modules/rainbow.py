@@ -1,0 +1,129 @@
+"""Rainbow's network and the greedy policy on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.modules import QValueModule
+
+from torchrl_safety.modules.dueling import DuelingHead
+from torchrl_safety.modules.noisy import NoisyLinear
+
+
+class RainbowNetwork(TensorDictModuleBase):
+    r"""A categorical value network with optional dueling and noisy heads (Hessel et al. 2018).
+
+    For every action it gives logits over `atoms` values spaced evenly on `support`; the action value is the mean
+    :math:`Q(s, a) = \sum_j z_j\, \mathrm{softmax}(\ell(s, a))_j`.
+
+    Args:
+        in_features: size of the observation.
+        num_actions: number of discrete actions.
+        support: smallest and largest value (vmin, vmax), in the unit of the margin or return; 0 is legal at either end.
+        atoms: number of support points, at least 2.
+        hidden: widths of the shared layers.
+        dueling: ``"mean"``, ``"max"``, or ``None`` for a plain head.
+        noisy: whether the head is a :class:`NoisyLinear`.
+        sigma_init: initial noise scale of the head.
+        activation: makes the nonlinearity between layers.
+        in_key: key of the observation `[*B, in_features]`.
+        out_keys: keys of the logits `[*B, num_actions, atoms]` and of the action values `[*B, num_actions]`.
+        device: where the parameters live.
+        dtype: their floating point type.
+
+    Raises:
+        ValueError: for an empty or reversed support, fewer than 2 atoms or an unknown dueling mode.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_safety.modules import RainbowNetwork
+        >>> network = RainbowNetwork(2, 3, support=(-1.0, 1.0), atoms=51)
+        >>> network(TensorDict({"observation": torch.zeros(5, 2)}, [5]))["action_value"].shape
+        torch.Size([5, 3])
+    """
+
+    support: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        num_actions: int,
+        *,
+        support: tuple[float, float],
+        atoms: int = 51,
+        hidden: Sequence[int] = (128, 128),
+        dueling: str | None = "mean",
+        noisy: bool = True,
+        sigma_init: float = 0.5,
+        activation: Callable[[], nn.Module] = nn.ReLU,
+        in_key: NestedKey = "observation",
+        out_keys: tuple[NestedKey, NestedKey] = ("value_logits", "action_value"),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        low, high = support
+        if not low < high:
+            raise ValueError(f"support is {tuple(support)}; give (vmin, vmax) with vmin < vmax")
+        if atoms < 2:
+            raise ValueError(f"atoms is {atoms}; a categorical value needs at least 2")
+        self.in_keys, self.out_keys = [in_key], list(out_keys)
+        self.num_actions, self.atoms = num_actions, atoms
+        self.register_buffer("support", torch.linspace(low, high, atoms, device=device, dtype=dtype))
+        layers: list[nn.Module] = []
+        width = in_features
+        for size in hidden:
+            layers += [nn.Linear(width, size, device=device, dtype=dtype), activation()]
+            width = size
+        self.torso = nn.Sequential(*layers)
+        self.dueling = None if dueling is None else DuelingHead(dueling, action_dim=-2)
+        linear = partial(NoisyLinear, sigma_init=sigma_init) if noisy else nn.Linear
+        # One layer gives both streams: the first row of atoms is the value, the others the advantages.
+        rows = num_actions + (self.dueling is not None)
+        self.head = linear(width, rows * atoms, device=device, dtype=dtype)
+
+    def logits(self, observation: Tensor) -> Tensor:
+        """Logits `[*B, num_actions, atoms]` of an observation `[*B, in_features]`."""
+        rows = self.head(self.torso(observation)).unflatten(-1, (-1, self.atoms))
+        if self.dueling is None:
+            return rows
+        value, advantage = rows.split([1, self.num_actions], -2)
+        return self.dueling(value, advantage)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        logits = self.logits(tensordict.get(self.in_keys[0]))
+        tensordict.set(self.out_keys[0], logits)
+        return tensordict.set(self.out_keys[1], logits.softmax(-1) @ self.support)
+
+
+def greedy_policy(network: TensorDictModuleBase, *, action_key: NestedKey = "action") -> TensorDictSequential:
+    r"""The policy :math:`\arg\max_a Q(s, a)` of a value network.
+
+    It writes one categorical action `[*B]`, an index; the first on ties.
+
+    Args:
+        network: writes the action values as its last out key, e.g. a :class:`RainbowNetwork`.
+        action_key: where the action (int64 index) goes.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_safety.modules import RainbowNetwork, greedy_policy
+        >>> policy = greedy_policy(RainbowNetwork(2, 3, support=(-1.0, 1.0)))
+        >>> policy(TensorDict({"observation": torch.zeros(5, 2)}, [5]))["action"].shape
+        torch.Size([5])
+    """
+    value_key = network.out_keys[-1]
+    argmax = QValueModule(
+        action_space="categorical",
+        action_value_key=value_key,
+        out_keys=[action_key, value_key, "chosen_action_value"],
+    )
+    return TensorDictSequential(network, argmax)

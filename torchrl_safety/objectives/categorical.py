@@ -1,0 +1,46 @@
+"""Projection of a categorical distribution onto a fixed support."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
+    r"""Project mass `probs` at the places `atoms` onto the evenly spaced `support` (Bellemare et al. 2017, eq. 7).
+
+    With :math:`b_j = (\mathrm{clamp}(x_j) - v_{min}) / \Delta z`, atom :math:`j` gives :math:`p_j (1 - (b_j - l))`
+    to node :math:`l = \lfloor b_j \rfloor` (at most :math:`N - 2`) and :math:`p_j (b_j - l)` to node :math:`l + 1`.
+    The total mass is kept, also where :math:`b_j` is an integer or its rounding passes :math:`N - 1`.
+
+    Args:
+        atoms: images of the atoms under a backup, `[*B, M]`, in the unit of the value.
+        probs: their mass, `[*B, M]`, summing to 1.
+        support: the nodes, `[N]`, increasing and evenly spaced, `N >= 2`.
+
+    Returns:
+        The mass at each node, `[*B, N]`.
+
+    Raises:
+        ValueError: if `atoms` and `probs` differ in shape, or the support has fewer than two nodes.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.objectives import project_categorical
+        >>> support = torch.linspace(0, 1, 3)
+        >>> project_categorical(torch.tensor([[0.25, 2.0]]), torch.tensor([[0.5, 0.5]]), support)
+        tensor([[0.2500, 0.2500, 0.5000]])
+    """
+    if atoms.shape != probs.shape:
+        raise ValueError(f"atoms {list(atoms.shape)} and probs {list(probs.shape)} must have the same shape `[*B, M]`")
+    nodes = support.shape[-1]
+    if support.dim() != 1 or nodes < 2:
+        raise ValueError(f"support must be `[N]` with N >= 2 nodes, got shape {list(support.shape)}")
+    low, high = support[0], support[-1]
+    position = (torch.clamp(atoms, low, high) - low) * ((nodes - 1) / (high - low))
+    position = position.clamp(0, nodes - 1)
+    lower = position.floor().clamp(max=nodes - 2)
+    upper_mass = probs * (position - lower)
+    index = lower.long()
+    mass = torch.zeros(*atoms.shape[:-1], nodes, dtype=upper_mass.dtype, device=atoms.device)
+    return mass.scatter_add(-1, index, probs - upper_mass).scatter_add(-1, index + 1, upper_mass)

@@ -1,0 +1,143 @@
+"""The algebra in which every safety backup lives: clamped affine maps and their composition."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import tensorclass
+from torch import Tensor
+
+
+def _scale(slope: Tensor, value: Tensor) -> Tensor:
+    """`slope * value`, with 0 for a zero slope whatever the value is: 0 * inf and 0 * nan are 0 here."""
+    return torch.where(slope == 0, torch.zeros_like(slope), slope * value)
+
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _apply(outer: Parts, value: Tensor) -> Tensor:
+    slope, offset, low, high = outer
+    return torch.clamp(_scale(slope, value) + offset, low, high)
+
+
+def _compose(outer: Parts, inner: Parts) -> Parts:
+    slope = outer[0]
+    return (
+        slope * inner[0],
+        _scale(slope, inner[1]) + outer[1],
+        _apply(outer, inner[2]),
+        _apply(outer, inner[3]),
+    )
+
+
+def _narrow(parts: Parts, dim: int, start: int, length: int) -> Parts:
+    slope, offset, low, high = (part.narrow(dim, start, length) for part in parts)
+    return slope, offset, low, high
+
+
+@tensorclass
+class ClampedAffine:
+    r"""A monotone map :math:`F(v) = \mathrm{clamp}(a v + b,\; low,\; high)` with slope :math:`a \ge 0`.
+
+    Every backup of this package is such a map of the next value, and the family is closed under
+    composition, so n-step targets, :math:`\lambda`-returns and categorical projections are
+    compositions of it. ``outer @ inner`` is the map that applies ``inner`` first. The dynamic-programming
+    operators are those of Fisac et al. 2019 (avoid) and Hsu et al. 2021 (reach-avoid).
+
+    Args:
+        slope: :math:`a \ge 0`, shape `[*B, 1]`.
+        offset: :math:`b`, shape `[*B, 1]`, in the unit of the value.
+        low: lower bound, shape `[*B, 1]`; may be ``-inf``.
+        high: upper bound, shape `[*B, 1]`; may be ``inf``.
+
+    A zero slope ignores its argument, even an infinite one or NaN.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.objectives import ClampedAffine
+        >>> one = torch.ones(1)
+        >>> inner = ClampedAffine(one, one, -9 * one, 2 * one)  # v -> min(v + 1, 2)
+        >>> outer = ClampedAffine(2 * one, 0 * one, -9 * one, 9 * one)  # v -> 2 v
+        >>> (outer @ inner)(torch.tensor([5.0]))
+        tensor([4.])
+    """
+
+    slope: Tensor
+    offset: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, parts: Parts) -> ClampedAffine:
+        """The map with these `(slope, offset, low, high)`."""
+        slope, offset, low, high = parts
+        # Keywords, because dynamo cannot trace a tensorclass built from positions; mypy does not see its fields.
+        return cls(slope=slope, offset=offset, low=low, high=high)  # type: ignore[call-arg]
+
+    @classmethod
+    def constant(cls, value: Tensor) -> ClampedAffine:
+        """The map that is `value` everywhere: nothing that follows it matters."""
+        return cls.of((torch.zeros_like(value), value, value, value))
+
+    @classmethod
+    def identity_like(cls, value: Tensor) -> ClampedAffine:
+        """The identity, with the shape, dtype and device of `value`."""
+        infinite = torch.full_like(value, torch.inf)
+        return cls.of((torch.ones_like(value), torch.zeros_like(value), -infinite, infinite))
+
+    @property
+    def parts(self) -> Parts:
+        """`(slope, offset, low, high)`."""
+        return self.slope, self.offset, self.low, self.high
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Apply the map to `value` `[*B, N]`; the same map acts on all `N` entries.
+
+        Raises:
+            ValueError: if the leading dimensions differ (a `[B]` value against a `[B, 1]` map would broadcast).
+        """
+        slope = self.slope
+        if value.shape[:-1] != slope.shape[:-1] or value.dim() != slope.dim():
+            raise ValueError(
+                f"a value of shape {list(value.shape)} does not fit a map of shape {list(slope.shape)}: "
+                "only the last dimension may differ; give the value the trailing dimension, e.g. value.unsqueeze(-1)"
+            )
+        return _apply(self.parts, value)
+
+    def after(self, inner: ClampedAffine) -> ClampedAffine:
+        """`self @ inner`, in the spelling that `torch.compile` can trace."""
+        return self.of(_compose(self.parts, inner.parts))
+
+    def __matmul__(self, inner: ClampedAffine) -> ClampedAffine:
+        return self.after(inner)
+
+    def where_else(self, mask: Tensor, other: ClampedAffine) -> ClampedAffine:
+        """This map where `mask` is true, `other` elsewhere."""
+        slope, offset, low, high = (torch.where(mask, *pair) for pair in zip(self.parts, other.parts))
+        return self.of((slope, offset, low, high))
+
+    def compose(self, time_dim: int = -2) -> ClampedAffine:
+        r"""The composition :math:`F_0 \circ F_1 \circ \dots \circ F_{T-1}` over `time_dim`, which it removes."""
+        steps = list(zip(*(part.unbind(time_dim) for part in self.parts)))
+        if not steps:
+            raise ValueError(f"nothing to compose: time dimension {time_dim} has length 0; pass at least one step")
+        inner = steps.pop()
+        while steps:
+            inner = _compose(steps.pop(), inner)
+        return self.of(inner)
+
+    def scan(self, time_dim: int = -2, *, suffix: bool = False) -> ClampedAffine:
+        r"""All partial compositions over `time_dim`, whose length is kept, in :math:`\lceil \log_2 T \rceil` rounds.
+
+        Entry `t` is :math:`F_0 \circ \dots \circ F_t`, or :math:`F_t \circ \dots \circ F_{T-1}` with ``suffix=True``.
+        """
+        parts, length, shift = self.parts, self.slope.shape[time_dim], 1
+        while shift < length:
+            early = _narrow(parts, time_dim, 0, length - shift)
+            late = _narrow(parts, time_dim, shift, length - shift)
+            alone = _narrow(parts, time_dim, length - shift if suffix else 0, shift)
+            composed = _compose(early, late)
+            order = zip(composed, alone) if suffix else zip(alone, composed)
+            slope, offset, low, high = (torch.cat(pair, time_dim) for pair in order)
+            parts, shift = (slope, offset, low, high), 2 * shift
+        return self.of(parts)

@@ -1,0 +1,86 @@
+"""Reading a backup's signals, step by step, from a transition or from an n-step window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor
+
+STEPS = "steps"
+"""Where n-step windows keep the raw signals of their steps, `[*B, n, 1]`."""
+
+
+def read(tensordict: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
+    """The entry `key`, or a KeyError that names it, what is there and what to do."""
+    value = tensordict.get(key, None)
+    if value is None:
+        present = sorted(str(k) for k in tensordict.keys(True, True))
+        raise KeyError(f"the key {key!r} is missing; present: {present}. {remedy}")
+    return value
+
+
+def check_finite(name: str, value: Tensor) -> None:
+    """Refuse NaN and infinities: a ValueError on the CPU, an asynchronous assert on accelerators and under compile."""
+    fault = (
+        f"the signal {name!r} holds NaN or inf; a margin or reward must be finite. Check the environment that wrote it"
+    )
+    finite = torch.isfinite(value).all()
+    if value.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(finite, fault)
+    elif not finite:
+        raise ValueError(fault)
+
+
+def next_key(key: NestedKey) -> NestedKey:
+    """Where `key` stands in the next state of a transition."""
+    return unravel_key(("next", key))
+
+
+def steps_key(key: NestedKey) -> NestedKey:
+    """Where `key` stands in the steps of an n-step window."""
+    return unravel_key((STEPS, key))
+
+
+def read_steps(
+    tensordict: TensorDictBase,
+    keys: Mapping[str, NestedKey],
+    *,
+    terminated: NestedKey,
+    done: NestedKey,
+    bootstrap: bool,
+) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+    """The signals of every step of a batch of transitions or windows, and where its steps end.
+
+    A transition counts as a window of one step, so that losses see one layout only.
+
+    Args:
+        tensordict: transitions, or windows with :data:`STEPS`, batch shape `[*B]`.
+        keys: signal name -> key below ``"next"`` (transition) or :data:`STEPS` (window).
+        terminated: key of the flag of a real end; `done` of any end.
+        bootstrap: whether a truncated step continues into the next value; else it is treated as terminal.
+
+    Returns:
+        signals `[*B, n, 1]`, the flag of terminal steps `[*B, n, 1]`, and the validity of the steps (``None``: all).
+    """
+    windows = STEPS in tensordict
+    place = steps_key if windows else next_key
+    remedy = (
+        "Give NStepTransform(signals=...) every signal that the backup reads"
+        if windows
+        else "Let the environment write it, or name its key with loss.set_keys(...)"
+    )
+    signals = {}
+    for name, key in keys.items():
+        signal = read(tensordict, place(key), remedy)
+        check_finite(name, signal)
+        signals[name] = signal if windows else signal.unsqueeze(-2)
+    ended = read(tensordict, next_key(terminated if bootstrap else done), "Collect it with the environment's flags")
+    if not windows:
+        return signals, ended.unsqueeze(-2), None
+    # Only the last step of a window can end the episode.
+    valid = read(tensordict, steps_key("valid"), "Build the windows with NStepTransform")
+    follows = torch.cat([valid[..., 1:, :], torch.zeros_like(valid[..., :1, :])], -2)
+    return signals, valid & ~follows & ended.unsqueeze(-2), valid
