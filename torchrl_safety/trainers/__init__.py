@@ -1,1 +1,28 @@
+"""Schedules, evaluation, checkpoints and pictures."""
 
+from torchrl_safety.trainers.checkpoints import find_checkpoint, make_checkpoint, rotation
+from torchrl_safety.trainers.evaluation import (
+    Evaluation,
+    SetMetrics,
+    evaluate,
+    evaluation_mode,
+    set_metrics,
+    state_value,
+)
+from torchrl_safety.trainers.plots import plot_curves, plot_value_map
+from torchrl_safety.trainers.schedules import StepGamma
+
+__all__ = [
+    "Evaluation",
+    "SetMetrics",
+    "StepGamma",
+    "evaluate",
+    "evaluation_mode",
+    "find_checkpoint",
+    "make_checkpoint",
+    "plot_curves",
+    "plot_value_map",
+    "rotation",
+    "set_metrics",
+    "state_value",
+]

@@ -1,0 +1,302 @@
+"""Train Rainbow on a safety problem and measure the learned set against the exact one.
+
+python examples/rainbow_safety.py problem=avoid|reach_avoid|return seed=0 frames=640000 noisy=false resume=PATH
+
+Every option stands in examples/configs/rainbow_safety.yaml. The loop in `main` is meant to be copied.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictSequential
+from torch.utils.tensorboard import SummaryWriter
+from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from torchrl.envs import ExplorationType, set_exploration_type
+from torchrl.modules import EGreedyModule
+from torchrl.objectives import SoftUpdate
+from tqdm import tqdm
+
+from torchrl_safety.data import NStepTransform, PrioritizedSampler
+from torchrl_safety.envs import DoubleIntegratorEnv
+from torchrl_safety.modules import RainbowNetwork, greedy_policy, reset_noise
+from torchrl_safety.objectives import AvoidBackup, CategoricalDQNLoss, DiscountedReturnBackup, ReachAvoidBackup
+from torchrl_safety.trainers import (
+    StepGamma,
+    evaluate,
+    evaluation_mode,
+    find_checkpoint,
+    make_checkpoint,
+    plot_curves,
+    plot_value_map,
+    rotation,
+    set_metrics,
+    state_value,
+)
+
+BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
+ENVS = {"double_integrator": DoubleIntegratorEnv}
+
+
+def make_env(cfg: DictConfig, num_envs: int, seed: int, **settings) -> DoubleIntegratorEnv:
+    settings = {**{key: value for key, value in cfg.env.items() if key != "name"}, **settings}
+    problem = "reach_avoid" if cfg.problem.name == "reach_avoid" else "avoid"
+    return ENVS[cfg.env.name](num_envs, problem=problem, seed=seed, device=cfg.device, **settings)
+
+
+class Judge:
+    """Measures a policy's set and safety against the exact solution, always on the same states."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.env = make_env(cfg, cfg.rollouts, seed=cfg.seed, max_steps=None)
+        self.steps, self.level = cfg.rollout_steps, cfg.problem.level
+        self.axes = tuple(torch.linspace(-top, top, cfg.grid, device=cfg.device) for top in (1.2, 2.2))
+        self.states = torch.stack(torch.meshgrid(*self.axes, indexing="ij"), -1)
+        self.exact = self.env.exact_value(self.states)
+        # Roll-outs start in the exact set shrunk towards its middle, where a perfect policy never fails.
+        inside = self.states[self.env.exact_safe(self.states / 0.95)]
+        generator = torch.Generator().manual_seed(cfg.seed)
+        self.starts = inside[torch.randint(len(inside), (cfg.rollouts,), generator=generator).to(inside.device)]
+
+    def value(self, policy: TensorDictSequential, backup) -> torch.Tensor:
+        """The value of each state of the grid itself, `[n, m]`."""
+        with evaluation_mode(policy):
+            critic = policy(TensorDict({"observation": self.states}, self.states.shape[:-1]))["chosen_action_value"]
+        safety = self.env.safety_margin(self.states)
+        signals = {
+            "safety_margin": safety,
+            "target_margin": self.env.target_margin(self.states),
+            "reward": -(safety < 0).to(safety.dtype),
+        }
+        return state_value(backup, {name: signals[name] for name in backup.signals}, critic).squeeze(-1)
+
+    def __call__(self, policy: TensorDictSequential, backup) -> tuple[dict[str, float | None], TensorDict]:
+        value = self.value(policy, backup)
+        rolled = evaluate(self.env, policy, starts=self.starts, max_steps=self.steps)
+        scores = set_metrics(value >= self.level, self.exact >= 0)._asdict()
+        pictured = TensorDict({"value": value, "states": rolled.states})
+        return {**scores, "safe_rate": rolled.safe_rate, "success_rate": rolled.success_rate}, pictured
+
+
+class Progress:
+    """How far a run has come: what a checkpoint must know besides the parts of the learner."""
+
+    def __init__(self, state: TensorDictBase) -> None:
+        self.state = state
+        self.frames, self.updates, self.seconds = 0, 0, 0.0
+        self.rows: list[dict[str, float | None]] = []
+
+    def state_dict(self) -> dict:
+        return {**vars(self), "state": self.state.to_dict()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        vars(self).update(state_dict)
+        self.state = self.state.empty().update(state_dict["state"])
+
+
+def check(cfg: DictConfig) -> None:
+    if cfg.batch_size > cfg.warmup_frames or cfg.warmup_frames > cfg.buffer_size:
+        raise ValueError(
+            f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}: need "
+            "batch_size <= warmup_frames <= buffer_size, or the first batch is larger than what the buffer holds"
+        )
+    if cfg.frames < cfg.warmup_frames:
+        raise ValueError(f"frames={cfg.frames} is less than warmup_frames={cfg.warmup_frames}; raise frames")
+
+
+def resumed(cfg: DictConfig) -> tuple[DictConfig, Path, Path | None]:
+    """The configuration, the folder and the checkpoint of this run; a resumed run keeps its own."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if cfg.resume is None:
+        OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+        return cfg, folder, None
+    folder.rmdir()  # Hydra made it for a new run
+    saved = find_checkpoint(cfg.resume)
+    folder = saved.parents[1]
+    overrides = [text for text in HydraConfig.get().overrides.task if not text.startswith("resume=")]
+    for text in overrides:
+        if text.split("=")[0] in ("env", "problem"):
+            raise ValueError(f"{text!r} beside resume=: a resumed run keeps its problem; leave it out")
+    stored = OmegaConf.load(folder / "config.yaml")
+    return OmegaConf.merge(stored, OmegaConf.from_dotlist(overrides)), folder, saved
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="rainbow_safety")
+def main(cfg: DictConfig) -> None:
+    try:
+        run(*resumed(cfg))
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
+    check(cfg)
+    torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+    env = make_env(cfg, cfg.num_envs, seed=cfg.seed)
+    backup = BACKUPS[cfg.problem.name]()
+    network = RainbowNetwork(
+        env.observation_spec["observation"].shape[-1],
+        env.action_spec.space.n,
+        support=tuple(cfg.problem.support),
+        atoms=cfg.atoms,
+        hidden=list(cfg.hidden),
+        dueling=cfg.dueling,
+        noisy=cfg.noisy,
+        sigma_init=cfg.sigma_init,
+        device=cfg.device,
+    )
+    loss = CategoricalDQNLoss(
+        network, backup=backup, double=cfg.double, n_step=cfg.problem.n_step, bootstrap_on_truncation=True
+    )
+    policy = greedy_policy(network)
+    epsilon = EGreedyModule(
+        env.action_spec,
+        eps_init=cfg.epsilon.start,
+        eps_end=cfg.epsilon.end,
+        annealing_num_steps=max(int(cfg.epsilon.fraction * cfg.frames), 1),
+    ).to(cfg.device)
+    explore = TensorDictSequential(policy, epsilon)
+
+    updates = (cfg.frames - cfg.warmup_frames) // cfg.num_envs + 1
+    uniform = RandomSampler()
+    prioritized = PrioritizedSampler(cfg.buffer_size, cfg.alpha, cfg.beta, beta_annealing_steps=updates)
+    window = [*backup.signals, "observation"] if cfg.problem.n_step == "best" else [*backup.signals]
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(cfg.buffer_size, device=cfg.device),
+        sampler=prioritized if cfg.prioritized else uniform,
+        transform=NStepTransform(cfg.n_steps, signals=window, num_envs=cfg.num_envs),
+        batch_size=cfg.batch_size,
+        priority_key="td_error",
+    )
+    stored = ["observation", "action", *(("next", key) for key in ("observation", "done", "terminated", "truncated"))]
+    stored += [("next", signal) for signal in backup.signals]
+
+    optimizer = torch.optim.Adam(loss.parameters(), cfg.lr.start, fused=True)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, (cfg.lr.end / cfg.lr.start) ** (1 / updates))
+    target = SoftUpdate(loss, tau=cfg.tau)
+    gamma = StepGamma(
+        cfg.frames,
+        gamma_start=cfg.gamma.start,
+        gamma_end=cfg.gamma.end,
+        ratio=cfg.gamma.ratio,
+        period=cfg.gamma.period,
+    )
+    judge, progress = Judge(cfg), Progress(env.reset())
+    checkpoint = make_checkpoint(
+        loss=loss, optimizer=optimizer, decay=decay, gamma=gamma, epsilon=epsilon, buffer=buffer, env=env,
+        progress=progress,
+    )  # fmt: skip
+    saves = rotation(folder)
+    if saved is not None:
+        checkpoint.load(saved, map_location=cfg.device)
+    started = time.perf_counter() - progress.seconds
+    writer = SummaryWriter(folder, purge_step=progress.frames)
+    bar = tqdm(total=cfg.frames, initial=progress.frames, unit="frame", unit_scale=True, dynamic_ncols=True)
+
+    def due(times: int) -> bool:
+        """Whether one of `times` evenly spaced moments of the run, the end among them, has just been passed."""
+        before, now = (
+            min(frames, cfg.frames) * times // cfg.frames
+            for frames in (progress.frames - cfg.num_envs, progress.frames)
+        )
+        return now > before
+
+    try:
+        while progress.frames < cfg.frames:
+            with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+                reset_noise(policy)
+                transition, progress.state = env.step_and_maybe_reset(explore(progress.state))
+            epsilon.step(cfg.num_envs)
+            buffer.extend(transition.select(*stored))
+            progress.frames += cfg.num_envs
+            loss.gamma = gamma.step(progress.frames)
+            if progress.frames >= cfg.warmup_frames:
+                batch = buffer.sample()
+                reset_noise(loss)
+                losses = loss(batch)
+                optimizer.zero_grad()
+                losses["loss"].backward()
+                torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
+                optimizer.step()
+                decay.step()
+                target.step()
+                buffer.update_tensordict_priority(batch)
+                progress.updates += 1
+            bar.update(cfg.num_envs)
+            if progress.updates and due(cfg.evaluations):
+                scores, _ = judge(policy, backup)
+                progress.seconds = time.perf_counter() - started
+                row = {"frames": progress.frames, "seconds": progress.seconds, "gamma": gamma.gamma}
+                row |= {key: value.item() for key, value in losses.items()} | scores
+                progress.rows.append(row)
+                report(row, progress.rows, writer, bar, folder)
+            if due(cfg.checkpoints):
+                progress.seconds = time.perf_counter() - started
+                saves.save(checkpoint, step=progress.frames)
+    except KeyboardInterrupt:
+        progress.seconds = time.perf_counter() - started
+        path = saves.save(checkpoint, step=progress.frames)
+        sys.exit(f"stopped after {progress.frames} frames; continue with resume={folder}  (saved {path.name})")
+    finally:
+        bar.close()
+    finish(cfg, folder, progress, judge, policy, backup, writer)
+
+
+def report(row: dict, rows: list[dict], writer: SummaryWriter, bar: tqdm, folder: Path) -> None:
+    """One row to the progress bar, TensorBoard and metrics.csv."""
+    bar.set_postfix(
+        {"γ": row["gamma"], "loss": f"{row['loss']:.3f}", "safe": row["safe_rate"], "IoU": f"{row['iou']:.3f}"}
+    )
+    for key, value in row.items():
+        if key != "frames" and value is not None:
+            writer.add_scalar(key, value, row["frames"])
+    with (folder / "metrics.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(row))
+        table.writeheader()
+        table.writerows(rows)
+    if (
+        len(rows) >= 3
+        and all(past["clipped_mass"] > 0.01 for past in rows[-3:])
+        and not all(past["clipped_mass"] > 0.01 for past in rows[-4:-3])
+    ):
+        bar.write("warning: more than 1 % of the value mass falls outside the support; widen problem.support")
+
+
+def finish(cfg, folder: Path, progress: Progress, judge: Judge, policy, backup, writer: SummaryWriter) -> None:
+    """The table, the pictures and summary.json."""
+    scores, pictured = judge(policy, backup)
+    summary = {**scores, "frames": progress.frames, "seconds": round(progress.seconds, 1), "seed": cfg.seed}
+    summary["problem"] = cfg.problem.name
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    figure = plot_value_map(
+        judge.axes,
+        pictured["value"],
+        exact=judge.exact,
+        states=pictured["states"][:8],
+        level=judge.level,
+        title=f"{cfg.problem.name}, IoU {scores['iou']:.3f}",
+    )
+    figure.savefig(folder / "value_map.png", dpi=120)
+    writer.add_figure("value_map", figure, progress.frames)
+    writer.close()
+    curves = ("iou", "false_safe", "false_unsafe", "safe_rate", "success_rate", "loss", "gamma")
+    plot_curves(progress.rows, [name for name in curves if scores.get(name, 0) is not None]).savefig(
+        folder / "curves.png"
+    )
+    for key, value in summary.items():
+        print(f"{key:>14}  {value:.4f}" if isinstance(value, float) else f"{key:>14}  {value}")
+    print(f"{'outputs':>14}  {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""What every native environment shares: specs, resets, margins, ends, and the random generator."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+__all__ = ["NativeEnv"]
+
+PROBLEMS = ("avoid", "reach_avoid")
+
+# From whether g(s') < 0, and l(s'), to whether the episode has ended.
+END_CRITERIA: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "failure": lambda failed, _: failed,
+    "reach_avoid": lambda failed, target_margin: failed | (target_margin >= 0),
+    "timeout": lambda failed, _: torch.zeros_like(failed),
+}
+
+
+class NativeEnv(EnvBase):
+    r"""A batched environment written in tensor operations, with margins at the root and at next.
+
+    A step takes the state `s` from the tensordict and writes `s' = dynamics(s, control, disturbance)`, `g(s')`,
+    `l(s')` (reach-avoid only) and the reward :math:`-1[g(s') < 0]`, whose ordinary return is the problem "do not
+    fail". The environment itself holds nothing but its random generator, so any state can be stepped from.
+
+    A subclass gives :meth:`dynamics`, :meth:`safety_margin`, :meth:`target_margin` and :meth:`sample_states`, all of
+    which take any leading shape, and passes its bounds and tables to this constructor.
+
+    Keys: `"observation"` `[N, S]`, `"safety_margin"`, `"target_margin"`, `"reward"` `[N, 1]` in `dtype`;
+    `"step_count"` `[N, 1]` int64 with `max_steps`; `"done"`, `"terminated"`, `"truncated"` `[N, 1]`. Actions are
+    `"action"` and, with a disturbance, `"disturbance"`: int64 `[N]` (a row of the table) or `[N, C]` in `dtype`.
+    Continuous actions out of bounds are clamped to them, and a NaN counts as 0. A step is never both terminated and
+    truncated: termination wins. `env.reset(TensorDict({"observation": states}, [N]))` starts from given states.
+
+    Transforms that rewrite `"observation"` in place would rewrite the state as well; give them other out-keys, or
+    keep the state under a key of its own with `state_key`.
+
+    Args:
+        num_envs: N, the batch size.
+        state_dim: S, the length of a state.
+        control_table: `[K, C]` controls that a discrete action indexes; bounds are its column-wise extremes.
+        disturbance_table: the same for the disturbance, or None for a single player.
+        problem: `"avoid"` or `"reach_avoid"`.
+        discrete: Categorical actions if true, Bounded ones if false.
+        end_criterion: `"failure"` (terminated when g < 0), `"reach_avoid"` (g < 0 or l >= 0) or `"timeout"` (never).
+        max_steps: truncate when this many steps were taken; None never truncates.
+        state_key: where the state is carried; another name than `"observation"` is written in addition to it.
+        generator: draws the start states; its state is in :meth:`state_dict`.
+        seed: seeds an own generator; not together with `generator`.
+        dtype: floating-point type of states, margins, rewards and continuous actions.
+        device: where everything lives; None is torch's default device.
+
+    Raises:
+        ValueError: an unknown problem or end criterion, a setting out of range, or settings that exclude each other.
+    """
+
+    _supports_set_state = True
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        state_dim: int,
+        control_table: Tensor,
+        disturbance_table: Tensor | None = None,
+        problem: str = "avoid",
+        discrete: bool = True,
+        end_criterion: str = "failure",
+        max_steps: int | None = None,
+        state_key: str = "observation",
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        _check_settings(num_envs, problem, end_criterion, max_steps, dtype)
+        if generator is not None and seed is not None:
+            raise ValueError(
+                f"seed={seed} and generator=... exclude each other: seed the generator, or pass one of them"
+            )
+        device = torch.get_default_device() if device is None else torch.device(device)
+        super().__init__(device=device, batch_size=(num_envs,))
+        self.problem = problem
+        self.discrete = discrete
+        self.end_criterion = end_criterion
+        self.max_steps = max_steps
+        self.state_key = state_key
+        self.dtype = dtype
+        self._state_shape = torch.Size((num_envs, state_dim))
+        self._is_terminal = END_CRITERIA[end_criterion]
+        self._generator = _make_generator(generator, seed, device)
+        self._tables: dict[str, str] = {}
+        for player, table in (("action", control_table), ("disturbance", disturbance_table)):
+            if table is not None:
+                self._tables[player] = f"_{player}_table"
+                self.register_buffer(f"_{player}_table", table.to(device=device, dtype=dtype), persistent=False)
+        self._make_specs()
+
+    @abc.abstractmethod
+    def dynamics(self, state: Tensor, control: Tensor, disturbance: Tensor | None) -> Tensor:
+        """The next state `[*B, S]` from `[*B, S]`, a control `[*B, C]` and a disturbance `[*B, C_d]` or None."""
+
+    @abc.abstractmethod
+    def safety_margin(self, state: Tensor) -> Tensor:
+        """`g(s)` `[*B, 1]` of states `[*B, S]`; g >= 0 outside the failure set."""
+
+    @abc.abstractmethod
+    def target_margin(self, state: Tensor) -> Tensor:
+        """`l(s)` `[*B, 1]` of states `[*B, S]`; l >= 0 inside the target set."""
+
+    @abc.abstractmethod
+    def sample_states(self, n: int, generator: torch.Generator) -> Tensor:
+        """`n` start states `[n, S]`, drawn from `generator`."""
+
+    def uniform(self, low: Tensor, high: Tensor, n: int, generator: torch.Generator) -> Tensor:
+        """`n` rows, uniform between `low` and `high` `[S]`; a CPU generator gives the same rows on every device."""
+        unit = torch.rand(n, low.shape[-1], dtype=self.dtype, device=generator.device, generator=generator)
+        return torch.addcmul(low, unit.to(low.device), high - low)
+
+    def control(self, action: Tensor, player: str = "action") -> Tensor:
+        """The control `[*B, C]` that an action stands for: a row of the table, or itself clamped to the bounds.
+
+        Args:
+            action: int64 `[*B]` (discrete) or `[*B, C]` (continuous).
+            player: `"action"` or `"disturbance"`, whose table or bounds to use.
+
+        Raises:
+            ValueError: an index that the table does not have.
+        """
+        table = getattr(self, self._tables[player])
+        if not self.discrete:
+            return action.nan_to_num(nan=0.0).clamp(table.amin(0), table.amax(0))
+        try:
+            return table.index_select(0, action.reshape(-1)).reshape(*action.shape, -1)
+        except IndexError as error:
+            raise ValueError(f"{player} has an index outside 0..{len(table) - 1}: give rows of the table") from error
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """The generator's state, as a tensor, for :meth:`state_dict`."""
+        return {"generator": self._generator.get_state()}
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Continues the draws of a saved generator; the inverse of :meth:`get_extra_state`."""
+        self._generator.set_state(state["generator"].cpu())
+
+    def _make_specs(self) -> None:
+        shape, device, dtype = self.batch_size, self.device, self.dtype
+        column = torch.Size((*shape, 1))
+
+        def real(size: torch.Size) -> Unbounded:
+            return Unbounded(size, dtype=dtype, device=device)
+
+        observation = {"observation": real(self._state_shape), "safety_margin": real(column)}
+        if self.state_key != "observation":
+            observation[self.state_key] = real(self._state_shape)
+        if self.problem == "reach_avoid":
+            observation["target_margin"] = real(column)
+        if self.max_steps is not None:
+            observation["step_count"] = Bounded(0, self.max_steps, column, dtype=torch.int64, device=device)
+        self.observation_spec = Composite(observation, shape=shape, device=device)
+        self.state_spec = Composite({self.state_key: real(self._state_shape)}, shape=shape, device=device)
+        self.action_spec = Composite(
+            {player: self._action_spec(getattr(self, name)) for player, name in self._tables.items()},
+            shape=shape,
+            device=device,
+        )
+        self.reward_spec = Bounded(-1.0, 0.0, column, dtype=dtype, device=device)
+        self.full_done_spec = Composite(
+            {key: Categorical(2, shape=column, dtype=torch.bool, device=device) for key in _DONE_KEYS},
+            shape=shape,
+            device=device,
+        )
+
+    def _action_spec(self, table: Tensor) -> Categorical | Bounded:
+        if self.discrete:
+            return Categorical(len(table), shape=self.batch_size, dtype=torch.int64, device=self.device)
+        size = (*self.batch_size, table.shape[-1])
+        low, high = table.amin(0).expand(size), table.amax(0).expand(size)
+        return Bounded(low.clone(), high.clone(), size, dtype=self.dtype, device=self.device)
+
+    def _read_control(self, tensordict: TensorDictBase, player: str) -> Tensor:
+        action = _require(tensordict, player, "let both players act, or build the env without this disturbance")
+        table = getattr(self, self._tables[player])
+        expected = self.batch_size if self.discrete else torch.Size((*self.batch_size, table.shape[-1]))
+        wrong_kind = self.discrete and (action.is_floating_point() or action.dtype == torch.bool)
+        if action.shape != expected or wrong_kind:
+            kind = "integer indices" if self.discrete else "numbers"
+            raise ValueError(
+                f"{player} has shape {tuple(action.shape)} and dtype {action.dtype}, expected {kind} of shape "
+                f"{tuple(expected)}: follow env.full_action_spec, and build one-hot policies with a Categorical spec"
+            )
+        return self.control(action, player)
+
+    def _state_entries(self, state: Tensor) -> dict[str, Tensor]:
+        entries = {"observation": state, "safety_margin": self.safety_margin(state)}
+        if self.state_key != "observation":
+            entries[self.state_key] = state.clone()
+        if self.problem == "reach_avoid":
+            entries["target_margin"] = self.target_margin(state)
+        return entries
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = self._wrap(self._step_entries(tensordict))
+        stepped = tensordict.get("_step", None)
+        if stepped is None:
+            return out
+        return out.where(stepped.reshape(self.batch_size), self._skip_tensordict(tensordict))
+
+    def _step_entries(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        state = _require(tensordict, self.state_key, "call env.reset() first and keep the key in the tensordict")
+        control = self._read_control(tensordict, "action")
+        disturbance = self._read_control(tensordict, "disturbance") if "disturbance" in self._tables else None
+        entries = self._state_entries(self.dynamics(state, control, disturbance))
+        failed = entries["safety_margin"] < 0
+        terminated = self._is_terminal(failed, entries.get("target_margin"))
+        if self.max_steps is None:
+            truncated, done = torch.zeros_like(terminated), terminated.clone()
+        else:
+            step_count = _require(tensordict, "step_count", "call env.reset() first and keep the key") + 1
+            done = terminated | (step_count >= self.max_steps)
+            truncated = done ^ terminated
+            entries["step_count"] = step_count
+        entries["reward"] = (~failed).to(self.dtype).sub_(1)  # not a negated 0, which would print as -0
+        entries.update(done=done, terminated=terminated, truncated=truncated)
+        return entries
+
+    def _reset(self, tensordict: TensorDictBase | None = None, set_state: bool = False, **_: Any) -> TensorDictBase:
+        # Always a full batch: TorchRL merges it into the tensordict by the "_reset" mask.
+        given = tensordict is not None and set_state and tensordict.get("_reset", None) is None
+        state = self._given_states(tensordict) if given else self.sample_states(self.numel(), self._generator)
+        return self._wrap(self._reset_entries(state))
+
+    def _reset_entries(self, state: Tensor) -> dict[str, Tensor]:
+        entries = self._state_entries(state)
+        column = (*self.batch_size, 1)
+        if self.max_steps is not None:
+            entries["step_count"] = torch.zeros(column, dtype=torch.int64, device=self.device)
+        for key in _DONE_KEYS:
+            entries[key] = torch.zeros(column, dtype=torch.bool, device=self.device)
+        return entries
+
+    def _wrap(self, entries: dict[str, Tensor]) -> TensorDict:
+        return TensorDict(entries, batch_size=self.batch_size, device=self.device)
+
+    def _given_states(self, tensordict: TensorDictBase | None) -> Tensor:
+        assert tensordict is not None
+        state = _require(tensordict, self.state_key, "put the states there, or reset with set_state=False")
+        if state.shape != self._state_shape:
+            raise ValueError(
+                f"{self.state_key} has shape {tuple(state.shape)} at reset, expected {tuple(self._state_shape)}: "
+                "give one state per environment"
+            )
+        state = state.to(device=self.device, dtype=self.dtype, copy=True)
+        if not state.isfinite().all():
+            raise ValueError(f"{self.state_key} has NaN or infinite entries at reset: give finite states")
+        return state
+
+    def _resolve_set_state(
+        self, set_state: bool | None, tensordict: TensorDictBase | None, select_reset_only: bool
+    ) -> bool | None:
+        # Unsaid, given states are used exactly when there are some and no mask asks for a partial reset.
+        masked = tensordict is not None and tensordict.get("_reset", None) is not None
+        if set_state and masked and not select_reset_only:
+            raise ValueError(
+                "set_state=True with a '_reset' mask is ambiguous: a mask draws fresh states; leave out one of them"
+            )
+        if set_state is None and not select_reset_only:
+            return tensordict is not None and not masked and self.state_key in tensordict.keys()  # noqa: SIM118
+        return super()._resolve_set_state(set_state, tensordict, select_reset_only)
+
+    def _step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        # The same result as TorchRL's step, step_mdp and masked reset, without their generic key handling, which
+        # costs more than the dynamics do in small batches. Anything out of the ordinary takes TorchRL's own way.
+        if not self._is_plain(tensordict):
+            return super()._step_and_maybe_reset(tensordict)
+        self._assert_tensordict_shape(tensordict)
+        entries = self._step_entries(tensordict)
+        root = dict(tensordict.items())
+        tensordict.set("next", self._wrap(entries))
+        del entries["reward"]
+        done = entries["done"]
+        if done.any():
+            # As in TorchRL, what a reset does not write (an old action, say) becomes zero in the rows that ended.
+            ended = done.squeeze(-1)
+            for key in root.keys() - entries.keys():
+                value = root[key]
+                root[key] = value.masked_fill(ended.reshape(-1, *(1,) * (value.ndim - 1)), 0)
+            fresh = self.sample_states(self.numel(), self._generator)
+            step_count = entries.get("step_count")
+            entries = self._reset_entries(torch.where(done, fresh, entries[self.state_key]))
+            if step_count is not None:
+                entries["step_count"] = step_count.masked_fill(done, 0)
+        root.update(entries)
+        return tensordict, self._wrap(root)
+
+    def _is_plain(self, tensordict: TensorDictBase) -> bool:
+        return (
+            type(tensordict) is TensorDict
+            and tensordict.device == self.device
+            and self._post_step_mdp_hooks is None
+            and not self.run_type_checks
+            and not ({"next", "_step", "_reset"} & set(tensordict.keys()))
+            and all(isinstance(value, Tensor) for value in tensordict.values())
+        )
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+
+_DONE_KEYS = ("done", "terminated", "truncated")
+
+
+def _require(tensordict: TensorDictBase, key: str, remedy: str) -> Tensor:
+    value = tensordict.get(key, None)
+    if value is None:
+        present = sorted(str(name) for name in tensordict.keys())  # noqa: SIM118
+        raise KeyError(f"key {key!r} is missing, present are {present}: {remedy}")
+    return value
+
+
+def _make_generator(generator: torch.Generator | None, seed: int | None, device: torch.device) -> torch.Generator:
+    if generator is not None:
+        return generator
+    generator = torch.Generator(device=device)
+    # Without a seed the starts follow torch.manual_seed, as everything else that draws from torch does.
+    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+    return generator
+
+
+def _check_settings(num_envs: int, problem: str, end_criterion: str, max_steps: int | None, dtype: torch.dtype) -> None:
+    if num_envs < 1:
+        raise ValueError(f"num_envs={num_envs} must be at least 1")
+    _check_choice("problem", problem, PROBLEMS)
+    _check_choice("end_criterion", end_criterion, tuple(END_CRITERIA))
+    if end_criterion == "reach_avoid" and problem != "reach_avoid":
+        raise ValueError(
+            f"end_criterion='reach_avoid' needs a target, which problem={problem!r} does not have: "
+            "use problem='reach_avoid' or end_criterion='failure'"
+        )
+    if max_steps is not None and max_steps < 1:
+        raise ValueError(f"max_steps={max_steps} must be at least 1, or None for no truncation")
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} must be a floating-point type, such as torch.float32")
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")

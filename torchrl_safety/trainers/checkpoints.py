@@ -1,0 +1,53 @@
+"""Checkpoints of whole runs on TorchRL's checkpoint format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState, StateDictCheckpointAdapter
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run that holds its checkpoints."""
+
+
+def make_checkpoint(**components: Any) -> Checkpoint:
+    """A TorchRL checkpoint of `components` (anything with a state_dict) and of the global random generators.
+
+    Payloads are written with `torch.save` and load with ``weights_only=True``; a save is atomic, so a killed
+    run leaves either the old or the new checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from torchrl_safety.trainers import make_checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = make_checkpoint(net=torch.nn.Linear(2, 1)).save(f"{folder}/step-1")
+        ...     sorted(make_checkpoint(net=torch.nn.Linear(2, 1)).load(path).loaded)
+        ['net', 'rng']
+    """
+    checkpoint = Checkpoint()
+    for name, component in {**components, "rng": GlobalRNGState()}.items():
+        checkpoint.register(name, component, adapter=StateDictCheckpointAdapter("torch"))
+    return checkpoint
+
+
+def rotation(run_folder: str | Path, *, keep_last: int = 2) -> CheckpointRotation:
+    """The newest `keep_last` checkpoints of a run, in its folder :data:`CHECKPOINTS`."""
+    return CheckpointRotation(Path(run_folder) / CHECKPOINTS, keep_last=keep_last)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint at `path`: itself, or the newest one if `path` is the folder of a run.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    path = Path(path).expanduser()
+    if Checkpoint.is_checkpoint(path):
+        return path
+    if (path / CHECKPOINTS).is_dir() and (latest := rotation(path).latest()) is not None:
+        return latest
+    raise FileNotFoundError(
+        f"{str(path)!r} is no checkpoint: give the folder of a run (it holds {CHECKPOINTS!r}) or one checkpoint in it"
+    )

@@ -1,0 +1,161 @@
+"""Measuring a learned set against an exact one, and a policy by its roll-outs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl.envs import EnvBase
+
+from torchrl_safety.objectives.backups import Backup
+
+
+class SetMetrics(NamedTuple):
+    """How a predicted set compares with the exact one; all in [0, 1]."""
+
+    iou: float
+    """Size of the intersection over size of the union."""
+    false_safe: float
+    """Share of the unsafe states that are called safe."""
+    false_unsafe: float
+    """Share of the safe states that are called unsafe."""
+
+
+def set_metrics(predicted: Tensor, exact: Tensor) -> SetMetrics:
+    r"""Compare a predicted set with the exact one, state by state.
+
+    :math:`IoU = |P \cap E| / |P \cup E|`, false-safe :math:`= |P \setminus E| / |E^c|`,
+    false-unsafe :math:`= |E \setminus P| / |E|`. An empty denominator gives IoU 1 and rates 0.
+
+    Args:
+        predicted: bool, any shape; true where the state is claimed to be in the solution set.
+        exact: bool, the same shape.
+
+    Raises:
+        ValueError: if the shapes differ or a tensor is not bool.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.trainers import set_metrics
+        >>> set_metrics(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
+        SetMetrics(iou=0.5, false_safe=0.3333333333333333, false_unsafe=0.0)
+    """
+    if predicted.shape != exact.shape:
+        raise ValueError(f"predicted {list(predicted.shape)} and exact {list(exact.shape)} differ in shape")
+    for name, mask in (("predicted", predicted), ("exact", exact)):
+        if mask.dtype != torch.bool:
+            raise ValueError(f"{name} has dtype {mask.dtype}; pass a bool mask, e.g. value >= 0")
+    both, either = (predicted & exact).sum().item(), (predicted | exact).sum().item()
+    safe, unsafe = exact.sum().item(), (~exact).sum().item()
+    return SetMetrics(
+        iou=both / either if either else 1.0,
+        false_safe=(predicted.sum().item() - both) / unsafe if unsafe else 0.0,
+        false_unsafe=(safe - both) / safe if safe else 0.0,
+    )
+
+
+def state_value(backup: Backup, signals: Mapping[str, Tensor], next_value: Tensor) -> Tensor:
+    r"""The value of a state itself from a critic, whose value counts from the next state on.
+
+    One undiscounted step with the margins at the state: avoid :math:`\min(g, V)`, reach :math:`\max(l, V)`,
+    reach-avoid :math:`\min(g, \max(l, V))`. The solution set is where it is :math:`\ge 0`.
+
+    Args:
+        backup: the problem.
+        signals: its signals at the state, `[*B, 1]`.
+        next_value: :math:`\max_a Q(s, a)`, `[*B, 1]`.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.objectives import AvoidBackup
+        >>> from torchrl_safety.trainers import state_value
+        >>> state_value(AvoidBackup(), {"safety_margin": torch.tensor([-0.1])}, torch.tensor([0.5]))
+        tensor([-0.1000])
+    """
+    running = torch.zeros_like(next_value, dtype=torch.bool)
+    return backup.step_map(signals, gamma=1.0, terminated=running)(next_value)
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """`module` in evaluation mode without gradients; every submodule's own mode is put back."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+class Evaluation(NamedTuple):
+    """Rates over the episodes of :func:`evaluate`, and their states."""
+
+    safe_rate: float
+    """Share of the episodes in which the safety margin never fell below 0."""
+    success_rate: float | None
+    """Share that reached the target (margin >= 0) with no failure until then; None without a target margin."""
+    states: Tensor
+    """Observations `[N, T + 1, ...]` of the roll-outs; what follows an end repeats the last state."""
+
+
+def evaluate(
+    env: EnvBase, policy: Callable[[TensorDictBase], TensorDictBase], *, starts: Tensor, max_steps: int
+) -> Evaluation:
+    """Roll a policy out from given states and report how often it stays safe and reaches the target.
+
+    Safe means that the safety margin never falls below 0; success means that the target margin is >= 0 at some step,
+    with no failure until then. An episode is frozen where the environment terminates it. A policy that is a module
+    runs in evaluation mode, so that noisy layers use their means.
+
+    Args:
+        env: a batched environment that resets to `"observation"`s given to it.
+        policy: writes the action.
+        starts: first observations, `[N, ...]` with `N` the batch of the environment.
+        max_steps: length of the roll-outs.
+
+    Raises:
+        ValueError: if `starts` does not fit the batch of the environment.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.envs import DoubleIntegratorEnv
+        >>> from torchrl_safety.trainers import evaluate
+        >>> env = DoubleIntegratorEnv(2)
+        >>> idle = lambda td: td.set("action", torch.ones(2, dtype=torch.int64))
+        >>> evaluate(env, idle, starts=torch.tensor([[0.0, 0.0], [0.0, 1.0]]), max_steps=100).safe_rate
+        0.5
+    """
+    if starts.shape[: len(env.batch_size)] != env.batch_size:
+        raise ValueError(
+            f"starts has shape {list(starts.shape)}, the environment batch {list(env.batch_size)}: give one start per "
+            "environment, or build the environment with num_envs=len(starts)"
+        )
+    module = policy if isinstance(policy, nn.Module) else nn.Module()
+    with evaluation_mode(module):
+        return _roll_out(env, policy, starts, max_steps)
+
+
+def _roll_out(
+    env: EnvBase, policy: Callable[[TensorDictBase], TensorDictBase], starts: Tensor, max_steps: int
+) -> Evaluation:
+    tensordict = env.reset(TensorDict({"observation": starts}, env.batch_size))
+    safe = tensordict["safety_margin"] >= 0
+    reached = safe & (tensordict["target_margin"] >= 0) if "target_margin" in tensordict else None
+    over = torch.zeros_like(safe)
+    states = [tensordict["observation"]]
+    for _ in range(max_steps):
+        after = env.step(policy(tensordict)).get("next")
+        safe = safe & (over | (after["safety_margin"] >= 0))
+        if reached is not None:
+            reached = reached | (~over & safe & (after["target_margin"] >= 0))
+        states.append(torch.where(over, states[-1], after["observation"]))
+        over = over | after["terminated"]
+        tensordict = after.exclude("reward")
+    success = None if reached is None else reached.float().mean().item()
+    return Evaluation(safe.float().mean().item(), success, torch.stack(states, len(env.batch_size)))

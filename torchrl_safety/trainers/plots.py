@@ -1,0 +1,102 @@
+"""Pictures of learned values and of training. Needs matplotlib, which only these functions import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_value_map(
+    axes: tuple[Tensor, Tensor],
+    value: Tensor,
+    *,
+    exact: Tensor | None = None,
+    states: Tensor | None = None,
+    level: float = 0.0,
+    labels: tuple[str, str] = ("x", "v"),
+    title: str = "",
+) -> Figure:
+    """Draw a value over a plane, its level set, the exact set's boundary and a few roll-outs.
+
+    Args:
+        axes: coordinates of the grid, `[n]` and `[m]`.
+        value: `[n, m]`; the learned set is where it is at least `level`.
+        exact: `[n, m]`, >= 0 on the exact set; its zero level is drawn dashed.
+        states: `[R, T, 2]` roll-outs.
+        level: value on the learned set's boundary.
+        labels: names of the two axes.
+        title: title of the picture.
+
+    Returns:
+        A matplotlib figure; save it with `savefig`.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.trainers import plot_value_map
+        >>> x = torch.linspace(-1, 1, 5)
+        >>> plot_value_map((x, x), 0.5 - x[:, None].abs() - x.abs()).axes[0].get_xlabel()
+        'x'
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    plot = figure.subplots()
+    first, second = (axis.detach().cpu().numpy() for axis in axes)
+    values = value.detach().cpu().numpy().T
+    span = max(float(np.abs(values - level).max()), 1e-12)
+    mesh = plot.pcolormesh(first, second, values, cmap="RdBu", vmin=level - span, vmax=level + span, shading="nearest")
+    figure.colorbar(mesh, ax=plot, label="learned value")
+    legend = [_contour(plot, first, second, values, level, "black", "solid", "learned set")]
+    if exact is not None:
+        boundary = exact.detach().cpu().numpy().T
+        legend.append(_contour(plot, first, second, boundary, 0.0, "darkorange", "dashed", "exact set"))
+    if states is not None:
+        for path in states.detach().cpu().numpy():
+            plot.plot(path[:, 0], path[:, 1], color="dimgray", linewidth=0.8)
+            plot.plot(*path[0], marker="o", markersize=3, color="dimgray")
+        legend.append(Line2D([], [], color="dimgray", marker="o", markersize=3, label="roll-outs"))
+    plot.set(xlabel=labels[0], ylabel=labels[1], title=title)
+    plot.set_xlim(first[0], first[-1])
+    plot.set_ylim(second[0], second[-1])
+    plot.legend(handles=legend, loc="upper right")
+    return figure
+
+
+def _contour(plot, first, second, values, level, color, style, label):
+    from matplotlib.lines import Line2D
+
+    if values.min() < level < values.max():
+        plot.contour(first, second, values, levels=[level], colors=color, linestyles=style, linewidths=1.5)
+    return Line2D([], [], color=color, linestyle=style, label=label)
+
+
+def plot_curves(rows: Sequence[Mapping[str, float]], names: Sequence[str], *, x: str = "frames") -> Figure:
+    """Draw each of `names` over `x` in a panel of its own.
+
+    Args:
+        rows: one mapping per logged moment, as in ``metrics.csv``.
+        names: keys to draw; rows without one are left out of its curve.
+        x: key of the horizontal axis.
+
+    Example:
+        >>> from torchrl_safety.trainers import plot_curves
+        >>> len(plot_curves([{"frames": 0, "loss": 2.0}, {"frames": 1, "loss": 1.0}], ["loss"]).axes)
+        1
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.8 * len(names)), layout="constrained")
+    for plot, name in zip(np.atleast_1d(figure.subplots(len(names), 1, sharex=True)), names):
+        points = [(row[x], row[name]) for row in rows if row.get(name) is not None]
+        plot.plot(*zip(*points) if points else ([], []))
+        plot.set_ylabel(name)
+        plot.grid(alpha=0.3)
+    plot.set_xlabel(x)
+    return figure
