@@ -69,7 +69,7 @@ def test_draws_follow_the_leaves_within_four_standard_errors(capacity):
 def test_draws_from_a_million_slots_follow_the_leaves_bucket_by_bucket(capacity):
     leaves = torch.rand(capacity, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) ** 4
     draws = filled(leaves).sample(100_000, generator=torch.Generator().manual_seed(4))
-    for bucket in (torch.arange(capacity) % 97, torch.arange(capacity) // 20_000):
+    for bucket in (torch.arange(capacity) % 64, torch.arange(capacity) // 64 % 64, torch.arange(capacity) // 20_000):
         share = torch.bincount(bucket, weights=leaves) / leaves.sum()
         sigma = (100_000 * share * (1 - share)).sqrt()
         seen = torch.bincount(bucket[draws], minlength=share.numel())
@@ -81,7 +81,7 @@ def test_of_equal_slots_in_one_write_the_last_wins():
     index = torch.randint(5, (200_000,), generator=torch.Generator().manual_seed(0))
     leaf = torch.rand(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     tree.set(index, leaf)
-    last = {slot: value for slot, value in zip(index.tolist(), leaf.tolist())}
+    last = dict(zip(index.tolist(), leaf.tolist()))
     assert tree.get(torch.arange(5)).tolist() == [last[slot] for slot in range(5)]
     settled = _last_of_each_slot(index, leaf, torch.zeros(5, dtype=torch.long))
     assert settled.tolist() == [last[slot] for slot in index.tolist()]
@@ -127,6 +127,9 @@ def test_masked_rows_write_nothing():
     tree.set(torch.tensor([0, 1, 0]), torch.tensor([5.0, 6.0, 7.0]), where=torch.tensor([True, False, False]))
     assert tree.get(torch.tensor([0, 1])).tolist() == [5.0, 2.0]
     assert (tree.total.item(), tree.min.item(), tree.max.item()) == (7.0, 2.0, 5.0)
+    full = filled([1.0] * 64)
+    full.set(torch.arange(64), 3.0, where=torch.arange(64) < 2)
+    assert full.total.item() == 66.0
 
 
 def test_a_cleared_tree_is_empty():

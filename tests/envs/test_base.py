@@ -147,6 +147,9 @@ def test_normalised_observations_leave_a_state_under_its_own_key_alone():
     got = normed.rollout(12, break_when_any_done=False)
     assert torch.equal(got["next", "state"], expected["next", "observation"])
     torch.testing.assert_close(got["observation"], expected["observation"] * 10 + 3)
+    root = make(2, state_key="state").reset()
+    root["observation"].add_(1)  # nor may an in-place transform reach it
+    assert not torch.equal(root["state"], root["observation"])
 
 
 def test_the_package_imports_without_simulators_or_plotting():
@@ -238,12 +241,13 @@ def test_a_saved_generator_continues_the_very_same_resets():
     assert all(torch.equal(other.reset()["observation"], state) for state in expected)
 
 
-def test_continuous_actions_are_clamped_and_nan_counts_as_none():
+def test_continuous_actions_are_clamped_and_nan_stays_visible():
     env = make(5, discrete=False)
     states = torch.zeros(5, 2)
     wild = act(env, start(env, states), [[9.0], [-9.0], [math.inf], [-math.inf], [math.nan]])
     tame = act(env, start(env, states), [[1.0], [-1.0], [1.0], [-1.0], [0.0]])
-    assert torch.equal(wild["observation"], tame["observation"])
+    assert torch.equal(wild["observation"][:4], tame["observation"][:4])
+    assert wild["safety_margin"].isnan().flatten().tolist() == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(

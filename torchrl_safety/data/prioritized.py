@@ -216,14 +216,15 @@ class PrioritizedSampler(Sampler):
         if not slot.numel():
             return
         if generation is not None and not (isinstance(generation, int) and generation >= self._time):
-            stamp = torch.as_tensor(generation, device=self.device).reshape(-1)
+            stamp = _tensor(generation, torch.long, self.device).reshape(-1)
             is_fresh = self._written_at.index_select(0, slot) <= stamp
             applies = is_fresh if applies is None else applies & is_fresh
         leaf = (priority + self._eps).pow_(self._alpha)
         counts = applies
         if slot.numel() == 1:
             # `TensorDictReplayBuffer.add` hands a new item's default priority back as if it were an error.
-            is_news = ~torch.isclose(leaf, self._tree.get(slot.clamp_max(self.max_size - 1)), rtol=1e-6, atol=0.0)
+            known = self._tree.get(slot.clamp_max(self.max_size - 1))
+            is_news = (leaf - known).abs() > 1e-6 * known
             counts = is_news if applies is None else applies & is_news
         self._tree.set(slot, leaf, where=applies)
         if self._updated is None:
@@ -238,7 +239,7 @@ class PrioritizedSampler(Sampler):
         self._follow(storage)
         slot, applies = self._slots(index, storage)
         self._time += 1
-        self._written_at.index_fill_(0, slot, self._time)
+        self._written_at.scatter_(0, slot, self._time)
         if self._updated is not None:
             self._updated.set(slot, 0.0, where=applies)
         self._tree.set(slot, (self._new_priority() + self._eps).pow_(self._alpha), where=applies)
@@ -329,7 +330,7 @@ class PrioritizedSampler(Sampler):
 
     def _slots(self, index: int | Tensor, storage: Storage | None) -> tuple[Tensor, Tensor | None]:
         """Flat slots `[B]`, and which of them are items (`None`: all are). The rest are moved behind the last slot."""
-        slot = torch.as_tensor(index, dtype=torch.long, device=self.device)
+        slot = _tensor(index, torch.long, self.device)
         if storage is not None and storage.ndim > 1 and slot.ndim > 1:
             stride = torch.ones(storage.ndim, dtype=torch.long, device=self.device)
             for dim, size in reversed(list(enumerate(storage.shape))[1:]):
@@ -352,11 +353,11 @@ class PrioritizedSampler(Sampler):
         return torch.where(is_item, slot, self.max_size), is_item
 
     def _priorities(self, priority: float | Tensor, slot: Tensor) -> Tensor:
-        priority = torch.as_tensor(priority, dtype=torch.float64, device=self.device)
+        priority = _tensor(priority, torch.float64, self.device)
         if priority.numel() not in (1, slot.numel()):
             raise ValueError(
                 f"priority has shape {list(priority.shape)} for {slot.numel()} indices: pass one priority for each "
-                "index, or one for all."
+                "index, or one for all; for indices of several dimensions also pass the storage."
             )
         priority = priority.detach().reshape(-1).expand(slot.shape)
         if priority.device.type == "cuda":
@@ -386,6 +387,13 @@ class PrioritizedSampler(Sampler):
         self._written_at = self._written_at.to(device)
         if self._owns_generator:
             self._generator = _new_generator(self._generator, device)
+
+
+def _tensor(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(value, int | float):
+        # A number sent to an accelerator by `as_tensor` would be waited for.
+        return torch.full((), value, dtype=dtype, device=device)
+    return torch.as_tensor(value, dtype=dtype, device=device)
 
 
 def _tree_on(tree: PriorityTree, device: torch.device) -> PriorityTree:

@@ -99,7 +99,11 @@ class PriorityTree:
         index = torch.as_tensor(index, dtype=torch.long, device=self.device).reshape(-1)
         if not index.numel():
             return
-        leaf = torch.as_tensor(leaf, dtype=torch.float64, device=self.device).reshape(-1).expand(index.shape)
+        if isinstance(leaf, Tensor):
+            leaf = leaf.to(device=self.device, dtype=torch.float64).reshape(-1).expand(index.shape)
+        else:
+            # A number sent to an accelerator by `as_tensor` would be waited for.
+            leaf = torch.full(index.shape, leaf, dtype=torch.float64, device=self.device)
         if where is not None:
             index = torch.where(where, index, self.capacity)
             leaf = torch.where(where, leaf, 0.0)
@@ -112,7 +116,7 @@ class PriorityTree:
             if node.numel() < rows.shape[0]:
                 above.scatter_(0, node, rows.index_select(0, node).sum(1))
             else:
-                above.narrow(0, 0, rows.shape[0]).copy_(rows.sum(1))
+                torch.sum(rows, 1, out=above.narrow(0, 0, rows.shape[0]))
         self._cumulative_is_old = True
         self._remember_groups(index >> _SHIFT)
 

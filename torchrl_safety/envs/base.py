@@ -37,7 +37,8 @@ class NativeEnv(EnvBase):
     Keys: `"observation"` `[N, S]`, `"safety_margin"`, `"target_margin"`, `"reward"` `[N, 1]` in `dtype`;
     `"step_count"` `[N, 1]` int64 with `max_steps`; `"done"`, `"terminated"`, `"truncated"` `[N, 1]`. Actions are
     `"action"` and, with a disturbance, `"disturbance"`: int64 `[N]` (a row of the table) or `[N, C]` in `dtype`.
-    Continuous actions out of bounds are clamped to them, and a NaN counts as 0. A step is never both terminated and
+    Continuous actions out of bounds are clamped to them; a NaN stays one, so that the
+    losses, which refuse NaN margins, find it. A step is never both terminated and
     truncated: termination wins. `env.reset(TensorDict({"observation": states}, [N]))` starts from given states.
 
     Transforms that rewrite `"observation"` in place would rewrite the state as well; give them other out-keys, or
@@ -137,7 +138,7 @@ class NativeEnv(EnvBase):
         """
         table = getattr(self, self._tables[player])
         if not self.discrete:
-            return action.nan_to_num(nan=0.0).clamp(table.amin(0), table.amax(0))
+            return action.clamp(table.amin(0), table.amax(0))
         try:
             return table.index_select(0, action.reshape(-1)).reshape(*action.shape, -1)
         except IndexError as error:

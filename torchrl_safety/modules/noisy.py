@@ -133,5 +133,5 @@ def reset_noise(module: nn.Module, generator: torch.Generator | None = None) -> 
         if isinstance(params, TensorDictParams) and name.endswith("_params"):
             network = module.__dict__.get(name.removeprefix("target_").removesuffix("_params"))
             if network is not None:
-                with params.to_module(network):
+                with params.to_module(network, preserve_module_state=False):
                     reset_noise(network, generator)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_safety.objectives.clamped_affine import ClampedAffine
+from torchrl_safety.objectives.clamped_affine import ClampedAffine, check_broadcast
 
 AVOID = "avoid"
 REACH_AVOID = "reach-avoid"
@@ -52,7 +52,7 @@ class Backup(ABC):
 
         Args:
             signals: the tensors named by :attr:`signals`, read at the next state, each `[*B, 1]`.
-            gamma: discount in [0, 1].
+            gamma: discount in [0, 1]; a tensor broadcasts against `[*B, 1]`.
             terminated: bool `[*B, 1]`; true where the episode really ended.
 
         Returns:
@@ -62,6 +62,7 @@ class Backup(ABC):
             KeyError: if a signal is missing; none has a default.
             ValueError: if shapes disagree.
         """
+        check_broadcast("gamma", gamma, terminated.shape)
         read = {}
         for name in self.signals:
             if name not in signals:
@@ -225,16 +226,24 @@ class DiscountedReturnBackup(Backup):
 
 
 def _elementwise(backup: Backup, signals: Mapping[str, Any], v_next: Any, not_done: Any, gamma: Any) -> Any:
-    inputs = [*signals.values(), v_next, not_done]
+    inputs = [*signals.values(), v_next, not_done, gamma]
     device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
-    tensors = [x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x), device=device) for x in inputs]
+    # Copied, because torch takes neither read-only arrays nor negative strides.
+    tensors = [x if isinstance(x, Tensor) else torch.as_tensor(np.array(x, order="C"), device=device) for x in inputs]
+    if len({t.dim() for t in tensors} - {0}) > 1:
+        raise ValueError(
+            f"the inputs {[*signals, 'v_next', 'not_done', 'gamma']} have shapes {[list(t.shape) for t in tensors]}: "
+            "give them the same number of dimensions, because [B] beside [B, 1] would become [B, B]"
+        )
     # A Python number takes the precision of the arrays beside it; alone it is a double.
     arrays = [x for x in (*signals.values(), v_next) if hasattr(x, "dtype")]
     floats = [t.dtype for t, x in zip(tensors, inputs) if any(x is a for a in arrays) and t.is_floating_point()]
     dtype = reduce(torch.promote_types, floats) if floats else torch.float64
-    *margins, value, going_on = (x.unsqueeze(-1) for x in torch.broadcast_tensors(*tensors))
+    *margins, value, going_on, discount = (x.unsqueeze(-1) for x in torch.broadcast_tensors(*tensors))
     named = {name: margin.to(dtype) for name, margin in zip(signals, margins)}
-    step = backup.step_map(named, gamma=gamma, terminated=going_on == 0)
+    # One discount for all stays 0-d: it keeps its precision and promotes nothing.
+    discount = discount.to(dtype) if tensors[-1].dim() else tensors[-1]
+    step = backup.step_map(named, gamma=discount, terminated=going_on == 0)
     result = step(value.to(dtype)).squeeze(-1)
     return result if any(isinstance(x, Tensor) for x in inputs) else result.numpy()
 
@@ -244,12 +253,15 @@ def avoid_target(g: Any, v_next: Any, not_done: Any, gamma: Any) -> Any:
 
     Args:
         g: safety margin at the next state (:math:`\ge 0` is safe), numpy or torch, any shape.
-        v_next: next value, broadcast against `g`.
+        v_next: next value, of the shape of `g` or a scalar, like the arguments below.
         not_done: 1 or true on steps after which the episode goes on, 0 or false on terminal ones.
         gamma: discount in [0, 1].
 
     Returns:
         A tensor if any input is one, else a numpy array.
+
+    Raises:
+        ValueError: if the inputs that are no scalars differ in their number of dimensions.
 
     Example:
         >>> from torchrl_safety.objectives import backups

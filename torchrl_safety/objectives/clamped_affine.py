@@ -30,6 +30,18 @@ def _compose(outer: Parts, inner: Parts) -> Parts:
     )
 
 
+def check_broadcast(name: str, value: float | Tensor, shape: torch.Size) -> None:
+    """Refuse a tensor that would enlarge `shape` when broadcast against it, as `[B]` does to `[B, 1]`."""
+    if not isinstance(value, Tensor):
+        return
+    fits = value.dim() <= len(shape) and all(a in (1, b) for a, b in zip(reversed(value.shape), reversed(shape)))
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, which does not fit {list(shape)}: "
+            f"pass {name} as a number, or with the trailing dimension, e.g. {name}.unsqueeze(-1)"
+        )
+
+
 def _narrow(parts: Parts, dim: int, start: int, length: int) -> Parts:
     slope, offset, low, high = (part.narrow(dim, start, length) for part in parts)
     return slope, offset, low, high

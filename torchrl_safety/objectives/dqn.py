@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,18 @@ from torchrl.objectives import LossModule
 
 from torchrl_safety.objectives.backups import Backup, DiscountedReturnBackup
 from torchrl_safety.objectives.categorical import project_categorical
+from torchrl_safety.objectives.clamped_affine import ClampedAffine
 from torchrl_safety.objectives.returns import skip_invalid
-from torchrl_safety.objectives.signals import STEPS, next_key, read, read_steps, steps_key
+from torchrl_safety.objectives.signals import next_key, read, read_steps, steps_key
 
 _NETWORK_REMEDY = (
     "Give the loss a network that writes it (RainbowNetwork does), or name its key with loss.set_keys(...)"
 )
+
+_INPUT_REMEDY = (
+    "It is an input of the network; n-step windows hold it below 'steps' if the NStepTransform has it among its signals"
+)
+Place = Callable[[NestedKey], NestedKey]
 
 
 class CategoricalDQNLoss(LossModule):
@@ -119,7 +126,7 @@ class CategoricalDQNLoss(LossModule):
             if len(found) != 1:
                 raise ValueError(f"the network has {len(found)} buffers named 'support', not one; pass support=atoms")
             support = found[0]
-        self.register_buffer("support", support.detach().clone())
+        self.register_buffer("support", _check_support(support).detach().clone())
         self.convert_to_functional(value_network, "value_network", create_target_params=True)
 
     @property
@@ -139,7 +146,8 @@ class CategoricalDQNLoss(LossModule):
         keys = self.tensor_keys
         with torch.no_grad():
             target, clipped = self.target_distribution(tensordict)
-        logits = read(self._evaluate(self.value_network_params, tensordict), keys.value_logits, _NETWORK_REMEDY)
+        source = self._network_input(tensordict, lambda key: key)
+        logits = read(self._evaluate(self.value_network_params, source), keys.value_logits, _NETWORK_REMEDY)
         action = read(tensordict, keys.action, "Store the action index (a Categorical action) of each transition")
         log_probs = _gather_action(logits, action).log_softmax(-1)
         cross_entropy = -(target * log_probs).sum(-1)
@@ -164,44 +172,56 @@ class CategoricalDQNLoss(LossModule):
         )
         maps = skip_invalid(self.backup.step_map(signals, gamma=self.gamma, terminated=ended), valid)
         if self.n_step == "best" and valid is not None:
-            probs = self._greedy_probs(tensordict, steps_key)
-            atoms = maps.scan()(self.support.expand_as(probs))
+            maps = maps.scan()
+            probs = self._greedy_probs(tensordict, steps_key, maps)
+            atoms = maps(self.support.expand_as(probs))
             means = (probs * atoms).sum(-1, keepdim=True).masked_fill(~valid, -torch.inf)
             best = means.argmax(-2, keepdim=True).expand_as(atoms[..., :1, :])
             probs, atoms = probs.gather(-2, best).squeeze(-2), atoms.gather(-2, best).squeeze(-2)
         else:
-            probs = self._greedy_probs(tensordict, next_key)
-            atoms = maps.compose()(self.support.expand_as(probs))
+            maps = maps.compose()
+            probs = self._greedy_probs(tensordict, next_key, maps)
+            atoms = maps(self.support.expand_as(probs))
         outside = (atoms < self.support[0]) | (atoms > self.support[-1])
         return project_categorical(atoms, probs, self.support), (probs * outside).sum(-1).mean()
 
-    def _greedy_probs(self, tensordict: TensorDictBase, place) -> Tensor:
+    def _greedy_probs(self, tensordict: TensorDictBase, place: Place, maps: ClampedAffine) -> Tensor:
         """The target network's distribution of the greedy action in the states that `place` holds."""
-        source = TensorDict(
-            {
-                key: read(
-                    tensordict,
-                    place(key),
-                    f"It is an input of the network; {STEPS!r} holds it if the "
-                    "NStepTransform names it among its signals",
-                )
-                for key in self.value_network.in_keys
-            }
-        )
+        source = self._network_input(tensordict, place)
         evaluated = self._evaluate(self.target_value_network_params, source)
         chooser = self._evaluate(self.value_network_params, source) if self.double else evaluated
         values = read(chooser, self.tensor_keys.action_value, _NETWORK_REMEDY)
         logits = read(evaluated, self.tensor_keys.value_logits, _NETWORK_REMEDY)
-        return _gather_action(logits, values.argmax(-1)).softmax(-1)
+        probs = _gather_action(logits, values.argmax(-1)).softmax(-1)
+        # A constant map has one image under any distribution: what follows a terminal step may even be NaN.
+        return torch.where(maps.slope == 0, 1 / probs.shape[-1], probs)
 
-    def _evaluate(self, params: TensorDictParams, tensordict: TensorDictBase) -> TensorDictBase:
-        with params.to_module(self.value_network):
-            return self.value_network(tensordict.select(*self.value_network.in_keys))
+    def _network_input(self, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
+        keys = self.value_network.in_keys
+        return TensorDict({key: read(tensordict, place(key), _INPUT_REMEDY) for key in keys})
+
+    def _evaluate(self, params: TensorDictParams, source: TensorDictBase) -> TensorDictBase:
+        # Otherwise the target parameters come back from the network as new ones that require gradients.
+        with params.to_module(self.value_network, preserve_module_state=False):
+            return self.value_network(source.copy())
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; choose one of {list(choices)}")
+
+
+def _check_support(support: Tensor) -> Tensor:
+    fault = None
+    if support.dim() != 1 or support.shape[0] < 2:
+        fault = f"has shape {list(support.shape)}"
+    elif not support.is_meta:  # which has no values to look at
+        steps = support.double().diff()
+        if not (steps > 0).all() or (steps - steps.mean()).abs().max() > 1e-3 * steps.mean():
+            fault = f"is {support.tolist()}"
+    if fault is not None:
+        raise ValueError(f"the support {fault}; give at least two atoms `[N]`, e.g. torch.linspace(vmin, vmax, 51)")
+    return support
 
 
 def _gather_action(logits: Tensor, action: Tensor) -> Tensor:

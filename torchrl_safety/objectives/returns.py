@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_safety.objectives.clamped_affine import ClampedAffine
+from torchrl_safety.objectives.clamped_affine import ClampedAffine, check_broadcast
 
 
 def _check_time(name: str, tensor: Tensor, step_map: ClampedAffine) -> None:
@@ -53,7 +53,7 @@ def skip_invalid(step_map: ClampedAffine, valid: Tensor | None) -> ClampedAffine
     if valid is None:
         return step_map
     _check_time("valid", valid, step_map)
-    return step_map.where_else(valid, ClampedAffine.identity_like(step_map.slope))
+    return step_map.where_else(valid.bool(), ClampedAffine.identity_like(step_map.slope))
 
 
 def lambda_return(
@@ -95,12 +95,13 @@ def lambda_return(
         tensor([-0.4249])
     """
     _check_time("next_value", next_value, step_map)
+    check_broadcast("lmbda", lmbda, step_map.slope.shape)
     length = next_value.shape[time_dim]
     last = torch.arange(length, device=next_value.device) == length - 1
     ends = last.reshape([length if i == time_dim % next_value.dim() else 1 for i in range(next_value.dim())])
     if done is not None:
         _check_time("done", done, step_map)
-        ends = ends | done
+        ends = ends | done.bool()
     infinite = torch.full_like(next_value, torch.inf)
     mixing = ClampedAffine.of((torch.zeros_like(next_value) + lmbda, (1 - lmbda) * next_value, -infinite, infinite))
     constant = ClampedAffine.constant(step_map(next_value))

@@ -25,13 +25,22 @@ def read(tensordict: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
 def check_finite(name: str, value: Tensor) -> None:
     """Refuse NaN and infinities: a ValueError on the CPU, an asynchronous assert on accelerators and under compile."""
     fault = (
-        f"the signal {name!r} holds NaN or inf; a margin or reward must be finite. Check the environment that wrote it"
+        f"the signal {name} holds NaN or inf; a margin or reward must be finite. Check the environment that wrote it"
     )
     finite = torch.isfinite(value).all()
     if value.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(finite, fault)
     elif not finite:
         raise ValueError(fault)
+
+
+def _check_column(key: NestedKey, value: Tensor, other_key: NestedKey, other: Tensor) -> None:
+    """Refuse shapes that would broadcast: `[B]` against `[B, 1]` gives `[B, B]` in silence."""
+    if value.shape != other.shape or value.shape[-1:] != (1,):
+        raise ValueError(
+            f"{key!r} has shape {list(value.shape)}, {other_key!r} has {list(other.shape)}: both must be `[*B, 1]` "
+            "(`[*B, n, 1]` in windows); add the trailing dimension with unsqueeze(-1)"
+        )
 
 
 def next_key(key: NestedKey) -> NestedKey:
@@ -64,6 +73,10 @@ def read_steps(
 
     Returns:
         signals `[*B, n, 1]`, the flag of terminal steps `[*B, n, 1]`, and the validity of the steps (``None``: all).
+
+    Raises:
+        KeyError: for a key that is not there.
+        ValueError: for a signal that is NaN or infinite, or lacks the trailing dimension.
     """
     windows = STEPS in tensordict
     place = steps_key if windows else next_key
@@ -72,15 +85,20 @@ def read_steps(
         if windows
         else "Let the environment write it, or name its key with loss.set_keys(...)"
     )
+    ended_key, valid_key = next_key(terminated if bootstrap else done), steps_key("valid")
+    ended = read(tensordict, ended_key, "Collect it with the environment's flags")
+    valid = read(tensordict, valid_key, "Build the windows with NStepTransform") if windows else None
+    if valid is not None:
+        _check_column(ended_key, ended, valid_key, valid[..., 0, :])
+    like_key, like = (ended_key, ended) if valid is None else (valid_key, valid)
     signals = {}
     for name, key in keys.items():
         signal = read(tensordict, place(key), remedy)
-        check_finite(name, signal)
+        _check_column(place(key), signal, like_key, like)
+        check_finite(repr(place(key)), signal)
         signals[name] = signal if windows else signal.unsqueeze(-2)
-    ended = read(tensordict, next_key(terminated if bootstrap else done), "Collect it with the environment's flags")
-    if not windows:
+    if valid is None:
         return signals, ended.unsqueeze(-2), None
     # Only the last step of a window can end the episode.
-    valid = read(tensordict, steps_key("valid"), "Build the windows with NStepTransform")
     follows = torch.cat([valid[..., 1:, :], torch.zeros_like(valid[..., :1, :])], -2)
     return signals, valid & ~follows & ended.unsqueeze(-2), valid

@@ -1,0 +1,204 @@
+"""Laws of the algebra of clamped affine maps, against folds over Python floats."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from contracts import LAWS
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from torchrl_safety.objectives import ClampedAffine
+
+INF = math.inf
+FINITE = st.floats(-100, 100, allow_subnormal=False)
+SLOPES = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.01, 2))
+VALUES = st.one_of(FINITE, st.sampled_from([-INF, INF, 0.0]))
+
+
+@st.composite
+def maps(draw):
+    """`(slope, offset, low, high)`; bounds may be infinite or equal."""
+    low = draw(st.one_of(st.just(-INF), FINITE))
+    gap = draw(st.one_of(st.just(0.0), st.just(INF), st.floats(0, 50, allow_subnormal=False)))
+    high = INF if low == -INF and gap == 0 else max(low, 0.0 if low == -INF else low) + gap
+    return draw(SLOPES), draw(FINITE), low, high
+
+
+def as_map(*rows):
+    """Maps with fields `[K, 1]` from K rows."""
+    return ClampedAffine(*(torch.tensor(column, dtype=torch.float64).unsqueeze(-1) for column in zip(*rows)))
+
+
+def apply(row, value):
+    """One map on one Python float; a zero slope ignores the value."""
+    slope, offset, low, high = row
+    return min(max((slope * value if slope else 0.0) + offset, low), high)
+
+
+def fold(rows, value):
+    for row in reversed(rows):
+        value = apply(row, value)
+    return value
+
+
+def column(*values):
+    return torch.tensor(values, dtype=torch.float64).unsqueeze(-1)
+
+
+def random_rows(length, seed, batch=3):
+    """`batch` x `length` rows in which zero slopes, missing bounds and equal bounds all occur."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(4, batch, length, generator=generator, dtype=torch.float64)
+    kind = torch.randint(6, (batch, length), generator=generator)
+    slope = draw[0].abs() * (kind != 0)
+    low = torch.where((kind == 1) | (kind == 5), -INF, draw[2])
+    high = torch.where((kind == 2) | (kind == 5), INF, torch.where(kind == 1, 0, draw[2]) + draw[3].abs())
+    high = torch.where(kind == 3, low, high)
+    return torch.stack([slope, draw[1], low, high], -1).tolist()
+
+
+def stacked(rows, dim=-2):
+    """Maps with fields `[batch, length, 1]` (or the time axis elsewhere) from nested rows."""
+    fields = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    return ClampedAffine(*(field.unsqueeze(-1).movedim(1, dim) for field in fields))
+
+
+@given(maps(), VALUES)
+@LAWS
+def test_a_map_is_the_clamp_of_an_affine_function(row, value):
+    assert as_map(row)(column(value)).item() == pytest.approx(apply(row, value), abs=1e-12)
+
+
+@given(maps(), maps(), VALUES)
+@LAWS
+def test_composition_equals_application(outer, inner, value):
+    both = as_map(outer) @ as_map(inner)
+    assert_close(both(column(value)), as_map(outer)(as_map(inner)(column(value))), rtol=1e-12, atol=1e-9)
+    assert both(column(value)).item() == pytest.approx(fold([outer, inner], value), rel=1e-12, abs=1e-9)
+
+
+@given(maps(), maps(), maps(), VALUES)
+@LAWS
+def test_composition_is_associative(first, second, third, value):
+    a, b, c = (as_map(row) for row in (first, second, third))
+    left, right = (a @ b) @ c, a @ (b @ c)
+    for one, other in zip(left.parts, right.parts):
+        assert_close(one, other, rtol=1e-12, atol=1e-9)
+    assert_close(left(column(value)), right(column(value)), rtol=1e-12, atol=1e-9)
+
+
+@given(maps(), VALUES)
+@LAWS
+def test_the_identity_is_neutral_on_both_sides(row, value):
+    one = as_map(row)
+    neutral = ClampedAffine.identity_like(one.slope)
+    assert torch.equal(neutral(column(value)), column(value))
+    assert torch.equal((one @ neutral)(column(value)), one(column(value)))
+    assert torch.equal((neutral @ one)(column(value)), one(column(value)))
+
+
+@given(maps(), VALUES, VALUES)
+@LAWS
+def test_a_map_is_monotone(row, one, other):
+    low, high = sorted((one, other))
+    assert as_map(row)(column(low)).item() <= as_map(row)(column(high)).item()
+
+
+@given(maps(), FINITE, FINITE)
+@LAWS
+def test_the_slope_is_a_lipschitz_constant(row, one, other):
+    moved = abs(as_map(row)(column(one)) - as_map(row)(column(other))).item()
+    assert moved <= row[0] * abs(one - other) + 1e-12 * (1 + 3 * 200)
+
+
+@given(maps(), VALUES)
+@LAWS
+def test_the_image_stays_between_the_bounds(row, value):
+    assert row[2] <= as_map(row)(column(value)).item() <= row[3]
+
+
+@pytest.mark.parametrize("after", [math.nan, INF, -INF, 1e308])
+def test_a_constant_ignores_its_argument_and_what_is_composed_with_it(after):
+    constant = ClampedAffine.constant(column(0.25))
+    assert constant(column(after)).item() == 0.25
+    inner = ClampedAffine(column(1.0), column(after), column(-INF), column(after))
+    for part, expected in zip((constant @ inner).parts, (0.0, 0.25, 0.25, 0.25)):
+        assert part.item() == expected
+
+
+def test_one_map_acts_on_every_entry_of_the_last_dimension():
+    step, values = as_map((0.5, 1.0, 0.0, 1.5), (2.0, 0.0, -1.0, INF)), column(-4.0, 0.5, 3.0).T.expand(2, 3)
+    assert torch.equal(step(values), torch.tensor([[0.0, 1.25, 1.5], [-1.0, 1.0, 6.0]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+def test_compose_is_a_fold(length):
+    rows = random_rows(length, seed=length)
+    value = torch.randn(3, 1, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    composed = stacked(rows).compose()
+    assert composed.slope.shape == (3, 1)
+    expected = [[fold(row, v)] for row, v in zip(rows, value.squeeze(-1).tolist())]
+    assert_close(composed(value), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("suffix", [False, True])
+@pytest.mark.parametrize("length", range(1, 10))
+def test_a_scan_holds_every_fold(length, suffix):
+    rows = random_rows(length, seed=10 + length)
+    value = torch.randn(3, length, 1, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    partial = stacked(rows).scan(suffix=suffix)(value).squeeze(-1)
+    for b in range(3):
+        for t in range(length):
+            part = rows[b][t:] if suffix else rows[b][: t + 1]
+            assert partial[b, t].item() == pytest.approx(fold(part, value[b, t].item()), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("suffix", [False, True])
+def test_time_may_stand_in_any_dimension(suffix):
+    rows = random_rows(5, seed=0)
+    late, early = stacked(rows), stacked(rows, dim=0)
+    for expected, part in zip(late.scan(suffix=suffix).parts, early.scan(0, suffix=suffix).parts):
+        assert torch.equal(expected, part.movedim(0, 1))
+    for expected, part in zip(late.compose().parts, early.compose(0).parts):
+        assert torch.equal(expected, part)
+
+
+def test_a_mask_chooses_between_two_maps():
+    one, other = as_map((1.0, 0.0, -1.0, 1.0), (1.0, 0.0, -1.0, 1.0)), ClampedAffine.constant(column(9.0, 8.0))
+    mixed = one.where_else(torch.tensor([[True], [False]]), other)
+    assert mixed(column(0.5, 0.5)).squeeze(-1).tolist() == [0.5, 8.0]
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1), (1, 3), (2, 1)])
+def test_a_value_of_another_shape_is_refused(shape):
+    step = ClampedAffine.identity_like(torch.zeros(3, 1))
+    with pytest.raises(ValueError, match=r"does not fit a map of shape \[3, 1\].*trailing dimension"):
+        step(torch.zeros(shape))
+
+
+def test_there_is_nothing_to_compose_in_an_empty_window():
+    with pytest.raises(ValueError, match="length 0; pass at least one step"):
+        ClampedAffine.identity_like(torch.zeros(3, 0, 1)).compose()
+
+
+def test_an_empty_scan_is_empty():
+    assert ClampedAffine.identity_like(torch.zeros(3, 0, 1)).scan().slope.shape == (3, 0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_maps_keep_their_dtype(dtype):
+    step = ClampedAffine.identity_like(torch.zeros(2, 4, 1, dtype=dtype))
+    step = step @ ClampedAffine.constant(torch.ones(2, 4, 1, dtype=dtype))
+    assert {part.dtype for part in (*step.parts, *step.scan().parts, *step.compose().parts)} == {dtype}
+    assert step(torch.zeros(2, 4, 3, dtype=dtype)).dtype == dtype
+
+
+def test_maps_live_on_any_device():
+    step = ClampedAffine.identity_like(torch.zeros(2, 4, 1, device="meta"))
+    step = step @ ClampedAffine.constant(torch.zeros(2, 4, 1, device="meta"))
+    assert {part.device.type for part in (*step.scan().parts, *step.compose().parts)} == {"meta"}
+    assert step.compose()(torch.zeros(2, 7, device="meta")).shape == (2, 7)

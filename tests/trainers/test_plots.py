@@ -1,0 +1,46 @@
+"""Pictures hold what they claim to show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrl_safety.trainers import plot_curves, plot_value_map
+
+
+def plane():
+    axis = torch.linspace(-1, 1, 41)
+    first, second = torch.meshgrid(axis, axis, indexing="ij")
+    return (axis, axis), first, second
+
+
+def test_the_level_set_is_drawn_where_the_value_crosses_the_level(tmp_path):
+    axes, first, second = plane()
+    figure = plot_value_map(axes, 0.5 - first.hypot(second), exact=0.25 - first.hypot(second), level=0.1)
+    learned, exact = figure.axes[0].collections[1:3]
+    for contour, radius in ((learned, 0.4), (exact, 0.25)):
+        vertices = torch.as_tensor(contour.get_paths()[0].vertices)
+        assert vertices.norm(dim=-1) == pytest.approx(torch.full((len(vertices),), radius), abs=0.01)
+    figure.savefig(tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+def test_the_first_axis_runs_to_the_right():
+    axes, first, _ = plane()
+    figure = plot_value_map(axes, first - 0.5)
+    vertices = figure.axes[0].collections[1].get_paths()[0].vertices
+    assert vertices[:, 0] == pytest.approx(0.5)
+
+
+def test_a_value_of_one_sign_has_no_level_set_and_still_a_picture():
+    axes, first, _ = plane()
+    figure = plot_value_map(axes, first.abs() + 1, exact=-first.abs() - 1, states=torch.zeros(2, 5, 2))
+    assert len(figure.axes[0].collections) == 1
+    assert len(figure.axes[0].lines) == 4
+
+
+def test_curves_leave_out_rows_without_a_value():
+    rows = [{"frames": 1, "a": 2.0, "b": None}, {"frames": 3, "a": 4.0, "b": 5.0}]
+    upper, lower = plot_curves(rows, ["a", "b"]).axes
+    assert upper.lines[0].get_xydata().tolist() == [[1, 2], [3, 4]]
+    assert lower.lines[0].get_xydata().tolist() == [[3, 5]]
