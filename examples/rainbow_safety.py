@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictSequential
 from torch.utils.tensorboard import SummaryWriter
+from torchrl.checkpoint import CheckpointError
 from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import EGreedyModule
@@ -31,60 +32,34 @@ from torchrl_safety.envs import DoubleIntegratorEnv
 from torchrl_safety.modules import RainbowNetwork, greedy_policy, reset_noise
 from torchrl_safety.objectives import AvoidBackup, CategoricalDQNLoss, DiscountedReturnBackup, ReachAvoidBackup
 from torchrl_safety.trainers import (
+    ExactSetEvaluator,
+    SetEvaluation,
     StepGamma,
-    evaluate,
-    evaluation_mode,
+    catch_interrupt,
     find_checkpoint,
     make_checkpoint,
     plot_curves,
     plot_value_map,
     rotation,
-    set_metrics,
-    state_value,
 )
 
 BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
 ENVS = {"double_integrator": DoubleIntegratorEnv}
+TABLE = {
+    "iou": "IoU with the exact set",
+    "false_safe": "false-safe rate",
+    "false_unsafe": "false-unsafe rate",
+    "safe_rate": "safe rate of the greedy policy",
+    "success_rate": "success rate of the greedy policy",
+    "frames": "frames",
+    "seconds": "seconds",
+}
 
 
 def make_env(cfg: DictConfig, num_envs: int, seed: int, **settings) -> DoubleIntegratorEnv:
     settings = {**{key: value for key, value in cfg.env.items() if key != "name"}, **settings}
     problem = "reach_avoid" if cfg.problem.name == "reach_avoid" else "avoid"
     return ENVS[cfg.env.name](num_envs, problem=problem, seed=seed, device=cfg.device, **settings)
-
-
-class Judge:
-    """Measures a policy's set and safety against the exact solution, always on the same states."""
-
-    def __init__(self, cfg: DictConfig) -> None:
-        self.env = make_env(cfg, cfg.rollouts, seed=cfg.seed, max_steps=None)
-        self.steps, self.level = cfg.rollout_steps, cfg.problem.level
-        self.axes = tuple(torch.linspace(-top, top, cfg.grid, device=cfg.device) for top in (1.2, 2.2))
-        self.states = torch.stack(torch.meshgrid(*self.axes, indexing="ij"), -1)
-        self.exact = self.env.exact_value(self.states)
-        # Roll-outs start in the exact set shrunk towards its middle, where a perfect policy never fails.
-        inside = self.states[self.env.exact_safe(self.states / 0.95)]
-        generator = torch.Generator().manual_seed(cfg.seed)
-        self.starts = inside[torch.randint(len(inside), (cfg.rollouts,), generator=generator).to(inside.device)]
-
-    def value(self, policy: TensorDictSequential, backup) -> torch.Tensor:
-        """The value of each state of the grid itself, `[n, m]`."""
-        with evaluation_mode(policy):
-            critic = policy(TensorDict({"observation": self.states}, self.states.shape[:-1]))["chosen_action_value"]
-        safety = self.env.safety_margin(self.states)
-        signals = {
-            "safety_margin": safety,
-            "target_margin": self.env.target_margin(self.states),
-            "reward": -(safety < 0).to(safety.dtype),
-        }
-        return state_value(backup, {name: signals[name] for name in backup.signals}, critic).squeeze(-1)
-
-    def __call__(self, policy: TensorDictSequential, backup) -> tuple[dict[str, float | None], TensorDict]:
-        value = self.value(policy, backup)
-        rolled = evaluate(self.env, policy, starts=self.starts, max_steps=self.steps)
-        scores = set_metrics(value >= self.level, self.exact >= 0)._asdict()
-        pictured = TensorDict({"value": value, "states": rolled.states})
-        return {**scores, "safe_rate": rolled.safe_rate, "success_rate": rolled.success_rate}, pictured
 
 
 class Progress:
@@ -117,9 +92,14 @@ def resumed(cfg: DictConfig) -> tuple[DictConfig, Path, Path | None]:
     """The configuration, the folder and the checkpoint of this run; a resumed run keeps its own."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if cfg.resume is None:
+        if (folder / "config.yaml").exists():
+            raise ValueError(
+                f"{folder} already holds a run: continue it with resume={folder}, or choose another folder"
+            )
         OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
         return cfg, folder, None
-    folder.rmdir()  # Hydra made it for a new run
+    if not any(folder.iterdir()):
+        folder.rmdir()  # Hydra made it for a new run
     saved = find_checkpoint(cfg.resume)
     folder = saved.parents[1]
     overrides = [text for text in HydraConfig.get().overrides.task if not text.startswith("resume=")]
@@ -134,7 +114,7 @@ def resumed(cfg: DictConfig) -> tuple[DictConfig, Path, Path | None]:
 def main(cfg: DictConfig) -> None:
     try:
         run(*resumed(cfg))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, CheckpointError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -159,6 +139,10 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         network, backup=backup, double=cfg.double, n_step=cfg.problem.n_step, bootstrap_on_truncation=True
     )
     policy = greedy_policy(network)
+
+    def best_value(states: torch.Tensor) -> torch.Tensor:
+        return policy(TensorDict({"observation": states}, states.shape[:-1]))["chosen_action_value"]
+
     epsilon = EGreedyModule(
         env.action_spec,
         eps_init=cfg.epsilon.start,
@@ -191,7 +175,16 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         ratio=cfg.gamma.ratio,
         period=cfg.gamma.period,
     )
-    judge, progress = Judge(cfg), Progress(env.reset())
+    measure = ExactSetEvaluator(
+        make_env(cfg, cfg.rollouts, seed=cfg.seed, max_steps=None),
+        backup,
+        half_size=(1.2, 2.2),
+        grid=cfg.grid,
+        level=cfg.problem.level,
+        rollout_steps=cfg.rollout_steps,
+        seed=cfg.seed,
+    )
+    progress = Progress(env.reset())
     checkpoint = make_checkpoint(
         loss=loss, optimizer=optimizer, decay=decay, gamma=gamma, epsilon=epsilon, buffer=buffer, env=env,
         progress=progress,
@@ -211,7 +204,7 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         )
         return now > before
 
-    try:
+    with catch_interrupt() as interrupted:
         while progress.frames < cfg.frames:
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
                 reset_noise(policy)
@@ -234,28 +227,26 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 progress.updates += 1
             bar.update(cfg.num_envs)
             if progress.updates and due(cfg.evaluations):
-                scores, _ = judge(policy, backup)
+                scores = measure(policy, best_value).scores
                 progress.seconds = time.perf_counter() - started
                 row = {"frames": progress.frames, "seconds": progress.seconds, "gamma": gamma.gamma}
                 row |= {key: value.item() for key, value in losses.items()} | scores
                 progress.rows.append(row)
                 report(row, progress.rows, writer, bar, folder)
-            if due(cfg.checkpoints):
+            if due(cfg.checkpoints) or interrupted:
                 progress.seconds = time.perf_counter() - started
                 saves.save(checkpoint, step=progress.frames)
-    except KeyboardInterrupt:
-        progress.seconds = time.perf_counter() - started
-        path = saves.save(checkpoint, step=progress.frames)
-        sys.exit(f"stopped after {progress.frames} frames; continue with resume={folder}  (saved {path.name})")
-    finally:
-        bar.close()
-    finish(cfg, folder, progress, judge, policy, backup, writer)
+            if interrupted:
+                bar.close()
+                sys.exit(f"stopped after {progress.frames} frames; continue with resume={folder}")
+    bar.close()
+    finish(cfg, folder, progress, measure, measure(policy, best_value), writer)
 
 
 def report(row: dict, rows: list[dict], writer: SummaryWriter, bar: tqdm, folder: Path) -> None:
     """One row to the progress bar, TensorBoard and metrics.csv."""
-    bar.set_postfix(
-        {"γ": row["gamma"], "loss": f"{row['loss']:.3f}", "safe": row["safe_rate"], "IoU": f"{row['iou']:.3f}"}
+    bar.set_postfix_str(
+        f"γ {row['gamma']:.4g}, loss {row['loss']:.3f}, safe rate {row['safe_rate']:.3f}, IoU {row['iou']:.3f}"
     )
     for key, value in row.items():
         if key != "frames" and value is not None:
@@ -264,38 +255,35 @@ def report(row: dict, rows: list[dict], writer: SummaryWriter, bar: tqdm, folder
         table = csv.DictWriter(file, list(row))
         table.writeheader()
         table.writerows(rows)
-    if (
-        len(rows) >= 3
-        and all(past["clipped_mass"] > 0.01 for past in rows[-3:])
-        and not all(past["clipped_mass"] > 0.01 for past in rows[-4:-3])
-    ):
-        bar.write("warning: more than 1 % of the value mass falls outside the support; widen problem.support")
+    clipped = [past["clipped_mass"] > 0.01 for past in rows]
+    if all(clipped[-3:]) and sum(clipped) == 3:
+        bar.write("warning: over 1 % of the value mass keeps falling outside the support; widen problem.support")
 
 
-def finish(cfg, folder: Path, progress: Progress, judge: Judge, policy, backup, writer: SummaryWriter) -> None:
+def finish(cfg, folder: Path, progress: Progress, measure: ExactSetEvaluator, found: SetEvaluation, writer) -> None:
     """The table, the pictures and summary.json."""
-    scores, pictured = judge(policy, backup)
-    summary = {**scores, "frames": progress.frames, "seconds": round(progress.seconds, 1), "seed": cfg.seed}
-    summary["problem"] = cfg.problem.name
+    scores = found.scores
+    summary = {**scores, "frames": progress.frames, "seconds": round(progress.seconds, 1)}
+    summary |= {"seed": cfg.seed, "problem": cfg.problem.name}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     figure = plot_value_map(
-        judge.axes,
-        pictured["value"],
-        exact=judge.exact,
-        states=pictured["states"][:8],
-        level=judge.level,
-        title=f"{cfg.problem.name}, IoU {scores['iou']:.3f}",
+        measure.axes,
+        found.value,
+        exact=measure.exact,
+        states=found.states[:8],
+        level=measure.level,
+        title=f"{cfg.env.name}, {cfg.problem.name}: IoU {scores['iou']:.3f} after {progress.frames:,} frames",
     )
     figure.savefig(folder / "value_map.png", dpi=120)
     writer.add_figure("value_map", figure, progress.frames)
     writer.close()
     curves = ("iou", "false_safe", "false_unsafe", "safe_rate", "success_rate", "loss", "gamma")
-    plot_curves(progress.rows, [name for name in curves if scores.get(name, 0) is not None]).savefig(
-        folder / "curves.png"
-    )
-    for key, value in summary.items():
-        print(f"{key:>14}  {value:.4f}" if isinstance(value, float) else f"{key:>14}  {value}")
-    print(f"{'outputs':>14}  {folder}")
+    drawn = [name for name in curves if scores.get(name, 0) is not None]
+    plot_curves(progress.rows, drawn).savefig(folder / "curves.png")
+    for key, label in TABLE.items():
+        if (value := summary[key]) is not None:
+            print(f"{label:<34}{value:>10,}" if isinstance(value, int) else f"{label:<34}{value:>10.4f}")
+    print(f"written to {folder}")
 
 
 if __name__ == "__main__":

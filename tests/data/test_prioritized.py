@@ -273,11 +273,13 @@ def test_an_update_without_a_stamp_applies_to_what_is_there_now():
 def test_a_batch_drawn_before_the_buffer_was_emptied_is_stale():
     buffer = make(4, batch_size=100)
     batch = buffer.sample()
-    buffer.empty()
-    buffer.extend(items(4))
     batch["td_error"] = torch.full((100,), 9.0)
-    buffer.update_tensordict_priority(batch)
-    torch.testing.assert_close(leaves(buffer), torch.full((4,), leaf_of(1.0)).double())
+    buffer.empty()
+    for n in range(4):
+        buffer.update_tensordict_priority(batch)
+        torch.testing.assert_close(leaves(buffer), torch.full((n,), leaf_of(1.0)).double())
+        buffer.extend(items(1))
+    assert buffer.sampler.default_priority == 1.0
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])

@@ -38,7 +38,7 @@ PRECISIONS = [(torch.float32, 1e-5), (torch.float64, 1e-10)]
 NUMBERS = st.floats(-10, 10, allow_subnormal=False)
 GAMMAS = st.one_of(st.sampled_from([0.0, 1.0, 0.9999]), st.floats(0, 1, allow_subnormal=False))
 every_backup = pytest.mark.parametrize(("backup", "names"), BACKUPS, ids=[repr(b) for b, _ in BACKUPS])
-SIGNAL_VALUES = st.fixed_dictionaries({name: NUMBERS for name in SIGNALS})
+SIGNAL_VALUES = st.fixed_dictionaries(dict.fromkeys(SIGNALS, NUMBERS))
 
 
 def one_step(backup, signals, gamma, terminated=False, dtype=torch.float64):
@@ -85,7 +85,7 @@ def test_a_terminal_map_ignores_what_follows(backup, names, after):
     step = one_step(backup, signals, 0.9, terminated=True)
     expected = OPERATORS[repr(backup)](signals, 0.0, 0.9, terminated=True)
     assert at(step, after) == expected
-    following = one_step(backup, {name: after for name in names}, 0.9)
+    following = one_step(backup, dict.fromkeys(names, after), 0.9)
     assert at(step @ following, after) == expected
 
 

@@ -211,7 +211,7 @@ class PrioritizedSampler(Sampler):
         self._follow(storage)
         if generation is None:
             generation = getattr(index, _STAMP, None)
-        slot, applies = self._slots(index, storage)
+        slot, applies = self._slots(index, storage, is_drawn=generation is not None)
         priority = self._priorities(priority, slot)
         if not slot.numel():
             return
@@ -302,8 +302,6 @@ class PrioritizedSampler(Sampler):
         if self._updated is not None:
             self._updated.clear()
         self._highest.fill_(-1.0)
-        self._time += 1
-        self._written_at.fill_(self._time)
 
     def _new_priority(self) -> Tensor:
         if self._updated is None:
@@ -328,8 +326,13 @@ class PrioritizedSampler(Sampler):
             ratio = leaf * (num_items / self._tree.total)
         return ratio.pow_(-self.beta).to(torch.get_default_dtype())
 
-    def _slots(self, index: int | Tensor, storage: Storage | None) -> tuple[Tensor, Tensor | None]:
-        """Flat slots `[B]`, and which of them are items (`None`: all are). The rest are moved behind the last slot."""
+    def _slots(
+        self, index: int | Tensor, storage: Storage | None, is_drawn: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Flat slots `[B]`, and which of them are items (`None`: all are). The rest are moved behind the last slot.
+
+        A slot that was drawn and is empty now belongs to a buffer that was emptied since: no mistake.
+        """
         slot = _tensor(index, torch.long, self.device)
         if storage is not None and storage.ndim > 1 and slot.ndim > 1:
             stride = torch.ones(storage.ndim, dtype=torch.long, device=self.device)
@@ -342,12 +345,12 @@ class PrioritizedSampler(Sampler):
         num_items = self.max_size if storage is None else min(len(storage), self.max_size)
         if slot.device.type == "cpu":
             lowest, highest = slot.aminmax()
-            if highest.item() >= num_items:
+            if highest.item() >= num_items and not is_drawn:
                 raise IndexError(
                     f"index {highest.item()} names an empty slot, the buffer holds {num_items} items and the sampler "
                     f"has max_capacity={self.max_size}: pass indices of items that were written."
                 )
-            if lowest.item() >= 0:
+            if lowest.item() >= 0 and highest.item() < num_items:
                 return slot, None
         is_item = (slot >= 0) & (slot < num_items)
         return torch.where(is_item, slot, self.max_size), is_item

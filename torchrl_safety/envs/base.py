@@ -126,6 +126,10 @@ class NativeEnv(EnvBase):
         unit = torch.rand(n, low.shape[-1], dtype=self.dtype, device=generator.device, generator=generator)
         return torch.addcmul(low, unit.to(low.device), high - low)
 
+    def reward(self, safety_margin: Tensor) -> Tensor:
+        """The reward of a state with this safety margin, -1 where it is negative and 0 elsewhere, in its shape."""
+        return (safety_margin >= 0).to(safety_margin.dtype).sub_(1)  # not a negated 0, which would print as -0
+
     def control(self, action: Tensor, player: str = "action") -> Tensor:
         """The control `[*B, C]` that an action stands for: a row of the table, or itself clamped to the bounds.
 
@@ -229,7 +233,7 @@ class NativeEnv(EnvBase):
             done = terminated | (step_count >= self.max_steps)
             truncated = done ^ terminated
             entries["step_count"] = step_count
-        entries["reward"] = (~failed).to(self.dtype).sub_(1)  # not a negated 0, which would print as -0
+        entries["reward"] = self.reward(entries["safety_margin"])
         entries.update(done=done, terminated=terminated, truncated=truncated)
         return entries
 

@@ -90,10 +90,13 @@ class NoisyLinear(nn.Module):
                 self.weight_noise.normal_(generator=generator)
                 self.bias_noise.normal_(generator=generator)
                 return
-            draws = self.bias_noise.new_empty(self.in_features + self.out_features).normal_(generator=generator)
+            # Losses with several critics stack the parameters of their networks: `[K, out]` here.
+            stacked = self.bias_noise.shape[:-1]
+            draws = self.bias_noise.new_empty(*stacked, self.in_features + self.out_features)
+            draws.normal_(generator=generator)
             shaped = draws.sign() * draws.abs().sqrt()
-            noise_in, noise_out = shaped.split([self.in_features, self.out_features])
-            torch.outer(noise_out, noise_in, out=self.weight_noise)
+            noise_in, noise_out = shaped.split([self.in_features, self.out_features], -1)
+            torch.mul(noise_out.unsqueeze(-1), noise_in.unsqueeze(-2), out=self.weight_noise)
             self.bias_noise.copy_(noise_out)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -129,9 +132,10 @@ def reset_noise(module: nn.Module, generator: torch.Generator | None = None) -> 
             if isinstance(layer, NoisyLinear):
                 layer.reset_noise(generator)
         return
-    for name, params in module.named_children():
-        if isinstance(params, TensorDictParams) and name.endswith("_params"):
-            network = module.__dict__.get(name.removeprefix("target_").removesuffix("_params"))
-            if network is not None:
-                with params.to_module(network, preserve_module_state=False):
-                    reset_noise(network, generator)
+    for name, child in module.named_children():
+        network = module.__dict__.get(name.removeprefix("target_").removesuffix("_params"))
+        if isinstance(child, TensorDictParams) and network is not None:
+            with child.to_module(network, preserve_module_state=False):
+                reset_noise(network, generator)
+        else:
+            reset_noise(child, generator)

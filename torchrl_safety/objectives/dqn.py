@@ -198,7 +198,7 @@ class CategoricalDQNLoss(LossModule):
 
     def _network_input(self, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
         keys = self.value_network.in_keys
-        return TensorDict({key: read(tensordict, place(key), _INPUT_REMEDY) for key in keys})
+        return TensorDict({key: read(tensordict, place(key), _INPUT_REMEDY) for key in keys}, tensordict.batch_size)
 
     def _evaluate(self, params: TensorDictParams, source: TensorDictBase) -> TensorDictBase:
         # Otherwise the target parameters come back from the network as new ones that require gradients.
@@ -213,14 +213,17 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _check_support(support: Tensor) -> Tensor:
     fault = None
-    if support.dim() != 1 or support.shape[0] < 2:
-        fault = f"has shape {list(support.shape)}"
+    if support.dim() != 1 or support.shape[0] < 2 or not support.is_floating_point():
+        fault = f"has shape {list(support.shape)} and type {support.dtype}"
     elif not support.is_meta:  # which has no values to look at
         steps = support.double().diff()
-        if not (steps > 0).all() or (steps - steps.mean()).abs().max() > 1e-3 * steps.mean():
+        slack = 1e-3 * steps.mean() + 4 * torch.finfo(support.dtype).eps * support.abs().max()
+        if not (steps > 0).all() or (steps - steps.mean()).abs().max() > slack:
             fault = f"is {support.tolist()}"
     if fault is not None:
-        raise ValueError(f"the support {fault}; give at least two atoms `[N]`, e.g. torch.linspace(vmin, vmax, 51)")
+        raise ValueError(
+            f"the support {fault}; give increasing, evenly spaced atoms `[N]`, e.g. torch.linspace(vmin, vmax, 51)"
+        )
     return support
 
 

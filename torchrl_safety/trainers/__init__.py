@@ -1,8 +1,10 @@
 """Schedules, evaluation, checkpoints and pictures."""
 
-from torchrl_safety.trainers.checkpoints import find_checkpoint, make_checkpoint, rotation
+from torchrl_safety.trainers.checkpoints import catch_interrupt, find_checkpoint, make_checkpoint, rotation
 from torchrl_safety.trainers.evaluation import (
     Evaluation,
+    ExactSetEvaluator,
+    SetEvaluation,
     SetMetrics,
     evaluate,
     evaluation_mode,
@@ -14,8 +16,11 @@ from torchrl_safety.trainers.schedules import StepGamma
 
 __all__ = [
     "Evaluation",
+    "ExactSetEvaluator",
+    "SetEvaluation",
     "SetMetrics",
     "StepGamma",
+    "catch_interrupt",
     "evaluate",
     "evaluation_mode",
     "find_checkpoint",

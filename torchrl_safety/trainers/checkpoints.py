@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +54,36 @@ def find_checkpoint(path: str | Path) -> Path:
     raise FileNotFoundError(
         f"{str(path)!r} is no checkpoint: give the folder of a run (it holds {CHECKPOINTS!r}) or one checkpoint in it"
     )
+
+
+@contextmanager
+def catch_interrupt() -> Iterator[list[int]]:
+    """Let the step in progress end when the process is interrupted (Ctrl-C) or terminated.
+
+    Yields a list that stays empty until then; a training loop looks at it after each step, saves and leaves. A second
+    signal raises KeyboardInterrupt at once. The earlier handlers are put back at the end.
+
+    Example:
+        >>> import os, signal
+        >>> from torchrl_safety.trainers import catch_interrupt
+        >>> with catch_interrupt() as interrupted:
+        ...     for step in range(10):
+        ...         if step == 3:
+        ...             os.kill(os.getpid(), signal.SIGINT)
+        ...         if interrupted:
+        ...             break
+        >>> step
+        3
+    """
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(number, signal.default_int_handler)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

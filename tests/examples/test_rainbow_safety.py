@@ -1,0 +1,147 @@
+"""The main example, run as a user runs it: its outputs, its options, its errors, and what survives a kill."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "rainbow_safety.py"
+SHORT = [
+    "frames=9600", "warmup_frames=512", "batch_size=64", "buffer_size=4096", "hidden=[32,32]", "grid=21",
+    "rollouts=8", "rollout_steps=10", "evaluations=4", "checkpoints=6",
+]  # fmt: skip
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, str(SCRIPT), f"hydra.run.dir={folder}", *options]
+    return subprocess.Popen(command, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(folder: Path, *options: str) -> tuple[int, str, str]:
+    process = start(folder, *options)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def final_state(folder: Path) -> dict:
+    """Every payload of the newest checkpoint, without the clock."""
+    newest = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[-1]))
+    state = {str(path.relative_to(newest)): torch.load(path, weights_only=True) for path in newest.rglob("*.pt")}
+    assert state
+    return {"frames": newest.name, **state}
+
+
+def differences(one, other, path: str = "") -> list[str]:
+    """Where two nested states differ in any bit, apart from entries that hold seconds."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            return [f"{path}: keys {sorted(map(str, one.keys() ^ other.keys()))}"]
+        return [d for key in one if key != "seconds" for d in differences(one[key], other[key], f"{path}/{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return [d for i, pair in enumerate(zip(one, other)) for d in differences(*pair, f"{path}/{i}")]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        return [] if same else [path]
+    return [] if type(one) is type(other) and one == other else [f"{path}: {one!r} != {other!r}"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    code, out, err = run(folder, *SHORT)
+    assert code == 0, err
+    assert "IoU" in out
+    return folder
+
+
+def test_a_run_leaves_its_table_pictures_metrics_and_checkpoints(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert {"iou", "false_safe", "false_unsafe", "safe_rate", "frames", "seconds", "seed", "problem"} <= summary.keys()
+    assert summary["frames"] == 9600
+    assert summary["problem"] == "avoid"
+    rows = list(csv.DictReader((finished / "metrics.csv").open()))
+    assert [int(row["frames"]) for row in rows] == [2400, 4800, 7232, 9600]
+    assert float(rows[-1]["iou"]) == summary["iou"]
+    for name in ("value_map.png", "curves.png"):
+        assert (finished / name).read_bytes().startswith(b"\x89PNG")
+    assert list(finished.glob("events.out.tfevents.*"))
+    assert "n_steps: 3" in (finished / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", ["avoid", "reach_avoid"])
+def test_a_killed_and_resumed_run_ends_bit_for_bit_like_one_that_was_not(tmp_path, problem):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = [*SHORT, f"problem={problem}"]
+    assert run(whole, *options)[0] == 0
+    process = start(killed, *options)
+    while not list(killed.glob("checkpoints/checkpoint-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 1.5))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    code, _, err = run(tmp_path / "unused", f"resume={killed}")
+    assert code == 0, err
+    assert differences(final_state(whole), final_state(killed)) == []
+    rows = [list(csv.DictReader((folder / "metrics.csv").open())) for folder in (whole, killed)]
+    for row in (row for table in rows for row in table):
+        row.pop("seconds")
+    assert rows[0] == rows[1]
+    assert not (tmp_path / "unused").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_saved_and_says_how_to_go_on(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, *SHORT, "frames=10_000_000", "checkpoints=1")
+    while "frame" not in (line := process.stderr.readline()) and process.poll() is None:
+        assert "rror" not in line
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"resume={folder}" in err
+    assert list(folder.glob("checkpoints/checkpoint-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["problem=return"],
+        ["double=false", "dueling=null", "noisy=false", "prioritized=false", "n_steps=1", "atoms=21"],
+        ["dueling=max", "problem=reach_avoid", "num_envs=7"],
+    ],
+)
+def test_every_part_can_be_switched(tmp_path, options):
+    code, out, err = run(tmp_path / "run", *SHORT, "frames=3000", *options)
+    assert code == 0, err
+    assert "IoU" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["problem=fly"], ["problem/fly", "avoid", "reach_avoid", "return"]),
+        (["env=pendulum9"], ["env/pendulum9", "double_integrator"]),
+        (["resume=/nowhere/at/all"], ["/nowhere/at/all", "is no checkpoint"]),
+        (["batch_size=4096"], ["batch_size=4096", "warmup_frames"]),
+        (["n_step=3"], ["n_step"]),
+    ],
+)
+def test_a_wrong_option_is_one_clear_complaint(tmp_path, options, words):
+    code, _, err = run(tmp_path / "run", *options)
+    assert code == 1
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err

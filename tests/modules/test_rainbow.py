@@ -1,0 +1,178 @@
+"""RainbowNetwork and the greedy policy on it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.data import Categorical
+
+from torchrl_safety.modules import NoisyLinear, RainbowNetwork, greedy_policy, reset_noise
+
+VARIANTS = [
+    {"dueling": dueling, "noisy": noisy, "hidden": hidden}
+    for dueling in ("mean", "max", None)
+    for noisy in (True, False)
+    for hidden in ((16, 16), ())
+]
+
+
+def make(**settings) -> RainbowNetwork:
+    torch.manual_seed(0)
+    return RainbowNetwork(2, 3, **{"support": (-2.0, 0.0), "atoms": 11, "hidden": (16,), **settings})
+
+
+def observe(*shape: int, dtype: torch.dtype = torch.float32) -> TensorDict:
+    return TensorDict({"observation": torch.rand(*shape, 2, dtype=dtype)}, shape)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,)])
+def test_any_batch_shape_gives_logits_per_action_and_atom_and_one_value_per_action(variant, shape):
+    result = make(**variant)(observe(*shape))
+    assert result["value_logits"].shape == (*shape, 3, 11)
+    assert result["action_value"].shape == (*shape, 3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_action_value_is_the_mean_of_the_distribution(variant):
+    result = make(**variant, dtype=torch.float64)(observe(4, dtype=torch.float64))
+    for logits, values in zip(result["value_logits"].tolist(), result["action_value"].tolist()):
+        for row, value in zip(logits, values):
+            weights = [math.exp(x) for x in row]
+            atoms = [-2.0 + 0.2 * j for j in range(11)]
+            assert value == pytest.approx(sum(w * z for w, z in zip(weights, atoms)) / sum(weights), abs=1e-12)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_batches_are_evaluated_row_by_row(variant):
+    network, batch = make(**variant), observe(3, 4)
+    whole = network(batch.clone())["action_value"]
+    for t in range(3):
+        for b in range(4):
+            torch.testing.assert_close(network(batch[t, b])["action_value"], whole[t, b])
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_the_first_row_of_a_dueling_head_is_the_value_the_others_the_advantages(mode):
+    network = make(dueling=mode, noisy=False, hidden=())
+    x = torch.rand(5, 2)
+    rows = nn.functional.linear(x, network.head.weight, network.head.bias).reshape(5, 4, 11)
+    value, advantage = rows[:, 0], rows[:, 1:]
+    for atom in range(11):
+        column = advantage[:, :, atom]
+        baseline = column.sum(1) / 3 if mode == "mean" else column.max(1).values
+        expected = value[:, atom : atom + 1] + column - baseline[:, None]
+        torch.testing.assert_close(network.logits(x)[:, :, atom], expected)
+
+
+@pytest.mark.parametrize("dueling", ["mean", None])
+def test_noise_is_in_the_head_only_and_only_if_asked_for(dueling):
+    noisy, plain = make(dueling=dueling), make(dueling=dueling, noisy=False)
+    assert isinstance(noisy.head, NoisyLinear)
+    assert not any(isinstance(layer, NoisyLinear) for layer in [*plain.modules(), *noisy.torso.modules()])
+    batch = observe(5)
+    for network, training, changes in ((noisy, True, True), (noisy, False, False), (plain, True, False)):
+        before = network.train(training)(batch.clone())["action_value"]
+        reset_noise(network)
+        assert torch.equal(network(batch.clone())["action_value"], before) is not changes
+
+
+def test_sigma_init_reaches_the_head():
+    torch.testing.assert_close(make(sigma_init=0.8).head.weight_sigma.detach(), torch.full((44, 16), 0.8 / 4))
+
+
+@pytest.mark.parametrize("support", [(-2.0, 0.0), (0.0, 1.0), (-170.4, 0.697)])
+def test_atoms_are_evenly_spaced_from_end_to_end_and_zero_is_a_legal_end(support):
+    network = make(support=support, dtype=torch.float64)
+    expected = [support[0] + (support[1] - support[0]) * j / 10 for j in range(11)]
+    assert network.support.tolist() == pytest.approx(expected, abs=1e-12)
+    values = network(observe(50, dtype=torch.float64))["action_value"]
+    assert ((values > support[0]) & (values < support[1])).all()
+
+
+def test_keys_can_be_nested_and_renamed():
+    network = make(in_key=("agent", "state"), out_keys=(("agent", "logits"), ("agent", "q")))
+    assert network.in_keys == [("agent", "state")]
+    assert network.out_keys == [("agent", "logits"), ("agent", "q")]
+    result = network(TensorDict({"agent": {"state": torch.rand(4, 2)}}, [4]))
+    assert result["agent", "logits"].shape == (4, 3, 11)
+    assert result["agent", "q"].shape == (4, 3)
+
+
+def test_a_copy_and_a_state_dict_compute_the_same():
+    network, batch = make(dtype=torch.float64), observe(5, dtype=torch.float64)
+    expected = network(batch.clone())["value_logits"]
+    other = make(dtype=torch.float64, support=(-1.0, 1.0))
+    reset_noise(other)
+    other.load_state_dict(network.state_dict())
+    assert torch.equal(other(batch.clone())["value_logits"], expected)
+    assert torch.equal(copy.deepcopy(network)(batch.clone())["value_logits"], expected)
+    assert {value.dtype for value in network.state_dict().values()} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"support": (1.0, 1.0)}, r"support is \(1.0, 1.0\)"),
+        ({"support": (1.0, -1.0)}, "vmin < vmax"),
+        ({"support": (float("nan"), 1.0)}, "support is"),
+        ({"atoms": 1}, "atoms is 1"),
+        ({"dueling": "sum"}, "dueling mode is 'sum'"),
+        ({"sigma_init": -1.0}, "sigma_init is -1.0"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        make(**settings)
+
+
+# --- the greedy policy ---
+
+
+def table(values: list[list[float]]) -> TensorDictModule:
+    """A value network that ignores the observation."""
+    return TensorDictModule(lambda observation: torch.tensor(values), ["observation"], ["action_value"])
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4)])
+def test_the_greedy_action_is_the_index_of_the_largest_value(shape):
+    network = make()
+    result = greedy_policy(network)(observe(*shape))
+    action, values = result["action"], result["action_value"]
+    assert action.shape == shape
+    assert Categorical(3, shape=shape).is_in(action)
+    for index, row in zip(action.flatten().tolist(), values.reshape(-1, 3).tolist()):
+        assert row[index] == max(row)
+    best = result["chosen_action_value"]
+    assert best.shape == (*shape, 1)
+    assert torch.equal(best.squeeze(-1), values.amax(-1))
+
+
+def test_ties_give_one_valid_action_the_first():
+    result = greedy_policy(table([[10.0, 10.0, 3.0], [0.0, 7.0, 7.0], [1.0, 1.0, 1.0]]))(observe(3))
+    assert result["action"].tolist() == [0, 1, 0]
+    assert result["chosen_action_value"].tolist() == [[10.0], [7.0], [1.0]]
+
+
+def test_the_policy_shares_the_weights_and_the_noise_of_its_network():
+    network, batch = make(), observe(5)
+    policy = greedy_policy(network, action_key=("agent", "action"))
+    reset_noise(policy)
+    assert torch.equal(policy(batch.clone())["action_value"], network(batch.clone())["action_value"])
+    assert {*policy.parameters()} == {*network.parameters()}
+    assert policy(batch)["agent", "action"].shape == (5,)
+
+
+def test_a_wrapped_network_makes_a_policy_too():
+    halve = TensorDictModule(lambda x: x / 2, ["pixels"], ["observation"])
+    network = make()
+    policy = greedy_policy(TensorDictSequential(halve, network))
+    x = torch.rand(5, 2)
+    expected = network(TensorDict({"observation": x / 2}, [5]))["action_value"].argmax(-1)
+    assert torch.equal(policy(TensorDict({"pixels": x}, [5]))["action"], expected)
