@@ -74,8 +74,8 @@ class Progress:
         return {**vars(self), "state": self.state.to_dict()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        vars(self).update(state_dict)
-        self.state = self.state.empty().update(state_dict["state"])
+        state = self.state.empty().update(state_dict["state"])
+        vars(self).update({**state_dict, "state": state})
 
 
 def check(cfg: DictConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,23 @@ BACKUPS: tuple[tuple[Backup, tuple[str, ...]], ...] = (
     (DiscountedReturnBackup(), ("reward",)),
 )
 """`(backup, names of the signals it reads)`."""
+
+
+CASES: list[dict] = json.loads((Path(__file__).parent / "cases" / "backups.json").read_text())
+"""Numeric cases; lists run over the time steps of one trajectory.
+
+`td0[p][t]`, `lambda_return[p][t]`; `n_step[p]`: the window of the first k steps, with its own `terminated` and
+`bootstrap`; `categorical[p]`: every atom through the map of the first step, not terminated, and projected.
+"""
+
+CASE_BACKUPS: dict[str, Backup] = {
+    "avoid": AvoidBackup(),
+    "reach": ReachBackup(),
+    "reach_avoid": ReachAvoidBackup(),
+    "lipschitz": LipschitzReachAvoidBackup(),
+    "return": DiscountedReturnBackup(),
+}
+"""The problems p of the cases."""
 
 
 class Operator(NamedTuple):

@@ -25,6 +25,8 @@ from torchrl.objectives import ClipPPOLoss, DistributionalDQNLoss, DQNLoss, Hard
 from torchrl_safety.modules import NoisyLinear, RainbowNetwork, reset_noise
 from torchrl_safety.objectives import AvoidBackup, CategoricalDQNLoss
 
+pytestmark = pytest.mark.filterwarnings("ignore:No target network updater")
+
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

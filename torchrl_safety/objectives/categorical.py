@@ -33,7 +33,7 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
     """
     if atoms.shape != probs.shape:
         raise ValueError(f"atoms {list(atoms.shape)} and probs {list(probs.shape)} must have the same shape `[*B, M]`")
-    nodes = support.shape[-1]
+    nodes = support.numel()
     if support.dim() != 1 or nodes < 2:
         raise ValueError(f"support must be `[N]` with N >= 2 nodes, got shape {list(support.shape)}")
     low, high = support[0], support[-1]

@@ -17,7 +17,8 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _apply(outer: Parts, value: Tensor) -> Tensor:
     slope, offset, low, high = outer
-    return torch.clamp(_scale(slope, value) + offset, low, high)
+    # Not torch.clamp: where low equals high, as for margins l > g, it hands no gradient to the bounds.
+    return torch.minimum(torch.maximum(_scale(slope, value) + offset, low), high)
 
 
 def _compose(outer: Parts, inner: Parts) -> Parts:
@@ -47,7 +48,15 @@ def _narrow(parts: Parts, dim: int, start: int, length: int) -> Parts:
     return slope, offset, low, high
 
 
-@tensorclass
+def _documented_tensorclass(cls: type) -> type:
+    """`tensorclass`, which replaces the docstring of the class by its signature, with the docstring kept."""
+    doc = cls.__doc__
+    made = tensorclass(cls)
+    made.__doc__ = doc
+    return made
+
+
+@_documented_tensorclass
 class ClampedAffine:
     r"""A monotone map :math:`F(v) = \mathrm{clamp}(a v + b,\; low,\; high)` with slope :math:`a \ge 0`.
 

@@ -182,7 +182,8 @@ class CategoricalDQNLoss(LossModule):
             maps = maps.compose()
             probs = self._greedy_probs(tensordict, next_key, maps)
             atoms = maps(self.support.expand_as(probs))
-        outside = (atoms < self.support[0]) | (atoms > self.support[-1])
+        slack = 1e-4 * (self.support[1] - self.support[0])  # rounding at a margin that equals an end clips nothing
+        outside = (atoms < self.support[0] - slack) | (atoms > self.support[-1] + slack)
         return project_categorical(atoms, probs, self.support), (probs * outside).sum(-1).mean()
 
     def _greedy_probs(self, tensordict: TensorDictBase, place: Place, maps: ClampedAffine) -> Tensor:
