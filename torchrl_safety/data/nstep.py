@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
-from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Compose, Transform
+
+from torchrl_safety.data.pending import PendingTransform, calling_buffer
 
 Key = tuple[str, ...]
 
@@ -20,7 +19,7 @@ TERMINATED: Key = ("terminated",)
 VALID: Key = ("valid",)
 
 
-class NStepTransform(Transform):
+class NStepTransform(PendingTransform):
     r"""Turns consecutive frames into n-step transitions that carry the raw signals of their window.
 
     The row of frame :math:`t` spans :math:`k = \min(n, \text{steps to the end of the episode})` steps: its root is the
@@ -67,9 +66,6 @@ class NStepTransform(Transform):
         tensor([2., 3., 4.])
     """
 
-    # Pending frames live in this process; TorchRL refuses buffers that share such a transform between processes.
-    requires_shared_write_state = True
-
     def __init__(
         self, n_steps: int, *, signals: Sequence[NestedKey] = ("reward",), num_envs: int | None = None
     ) -> None:
@@ -79,6 +75,11 @@ class NStepTransform(Transform):
         self.signals = _check_signals(signals)
         self._pending: _Frames | None = None
 
+    @property
+    def step_shape(self) -> list[int]:
+        """Batch shape of a single step: `[]`, or `[N]` with several envs."""
+        return [] if self.num_envs is None else [self.num_envs]
+
     def clear(self) -> None:
         """Drops the frames whose windows are not complete, as after a reset in the middle of an episode."""
         self._pending = None
@@ -87,19 +88,14 @@ class NStepTransform(Transform):
         """Returns the sample unchanged: the work was done when it was written."""
         return tensordict
 
-    def train(self, mode: bool = True) -> NStepTransform:
-        """Sets the (unused) training mode; a buffer does this to each transform that it is given."""
-        _hook(_calling_buffer())
-        return super().train(mode)
-
     def __repr__(self) -> str:
         signals = tuple(map(_public, self.signals))
         return f"{type(self).__name__}({self.n_steps}, signals={signals}, num_envs={self.num_envs})"
 
     @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        buffer = _calling_buffer()
-        _hook(buffer)
+        buffer = calling_buffer()
+        self.attach(buffer)
         if buffer is not None and buffer.dim_extend:
             raise ValueError(
                 f"NStepTransform emits rows of batch shape [M], but the storage has {buffer.dim_extend + 1} batch "
@@ -337,56 +333,6 @@ def _only(rows: TensorDict) -> TensorDictBase:
             f"{len(rows)} rows became ready at once, and rb.add stores one; use rb.extend(frame.unsqueeze(0))."
         )
     return rows[0]
-
-
-def _calling_buffer() -> ReplayBuffer | None:
-    """The replay buffer whose method is being run, if any.
-
-    A buffer does not tell its transforms about itself, but whenever it attaches or runs one it is on the call stack.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, ReplayBuffer):
-            return owner
-        frame = frame.f_back
-    return None
-
-
-def _hook(buffer: ReplayBuffer | None) -> None:
-    """Lets this one buffer's ``empty`` also drop pending frames, and its ``add`` store any number of rows.
-
-    TorchRL tells transforms of neither. The replacements look the transforms up when called, copy and pickle with the
-    buffer, and do what they replace once no NStepTransform is left in it.
-    """
-    if buffer is None or getattr(vars(buffer).get("empty"), "func", None) is _empty:
-        return
-    vars(buffer)["empty"] = functools.partial(_empty, buffer, buffer.empty)
-    vars(buffer)["add"] = functools.partial(_add, buffer, buffer.add)
-
-
-def _empty(buffer: ReplayBuffer, empty: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    empty(*args, **kwargs)
-    for transform in _nstep_transforms(buffer):
-        transform.clear()
-
-
-def _add(buffer: ReplayBuffer, add: Callable[[Any], Any], data: Any) -> Any:
-    transforms = _nstep_transforms(buffer)
-    if not transforms:
-        return add(data)
-    num_envs = transforms[0].num_envs
-    step = [] if num_envs is None else [num_envs]
-    if list(data.batch_size) != step:
-        raise ValueError(
-            f"rb.add takes one step, batch shape {step} for NStepTransform(num_envs={num_envs}), got "
-            f"{list(data.batch_size)}; write several steps with rb.extend."
-        )
-    return buffer.extend(data.unsqueeze(0) if num_envs is None else data)
-
-
-def _nstep_transforms(buffer: ReplayBuffer) -> list[NStepTransform]:
-    return [part for part in buffer.transform.modules() if isinstance(part, NStepTransform)]
 
 
 def _put(rows: dict[str, Any], path: Key, value: Tensor) -> None:

@@ -1,0 +1,30 @@
+"""What the README shows runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
+def test_every_python_block_runs(code):
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert names
+
+
+def test_continuous_integration_runs_the_second_command_of_the_readme():
+    commands = [line for line in README.splitlines() if line.startswith("python -m pip install")]
+    assert len(commands) == 2
+    assert commands[1] in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_file_that_the_readme_links_to_exists():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
