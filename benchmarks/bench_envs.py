@@ -7,7 +7,6 @@ Run with `OMP_NUM_THREADS=1 python -m pytest benchmarks/bench_envs.py --benchmar
 from collections.abc import Callable
 
 import pytest
-import torch
 from tensordict import TensorDict
 
 from torchrl_safety.envs import DoubleIntegratorEnv
@@ -19,14 +18,6 @@ ENVS = {
     "two_player": lambda n: DoubleIntegratorEnv(n, max_disturbance=0.5, seed=0, max_steps=200),
     "continuous": lambda n: DoubleIntegratorEnv(n, discrete=False, seed=0, max_steps=200),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def time_frames(benchmark, num_envs: int, step: Callable[[TensorDict], TensorDict], tensordict: TensorDict) -> None:

@@ -15,14 +15,6 @@ from torchrl_safety.data.priority_tree import PriorityTree
 SIZES = [(100_000, 32), (100_000, 256), (1_000_000, 32), (1_000_000, 256)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def filled_buffer(capacity: int, batch_size: int) -> TensorDictReplayBuffer:
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(capacity), sampler=PrioritizedSampler(capacity), batch_size=batch_size
