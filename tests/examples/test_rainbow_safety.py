@@ -78,7 +78,7 @@ def test_a_run_leaves_its_table_pictures_metrics_and_checkpoints(finished):
     for name in ("value_map.png", "curves.png"):
         assert (finished / name).read_bytes().startswith(b"\x89PNG")
     assert list(finished.glob("events.out.tfevents.*"))
-    assert "n_steps: 3" in (finished / "config.yaml").read_text()
+    assert "n_steps: 2" in (finished / "config.yaml").read_text()
 
 
 @pytest.mark.slow
