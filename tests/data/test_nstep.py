@@ -540,6 +540,11 @@ def test_entries_that_are_no_tensors_are_named():
         NStepTransform(3, num_envs=2).inv(batch)
 
 
+def test_data_that_is_no_tensordict_is_named():
+    with pytest.raises(TypeError, match="takes frames as a TensorDict, got a Tensor"):
+        ReplayBuffer(storage=LazyTensorStorage(8), transform=NStepTransform(3)).extend(torch.zeros(4))
+
+
 def test_it_is_applied_once():
     rows = NStepTransform(3).inv(one_stream(6, terminated=[5]))
     with pytest.raises(ValueError, match='hold "steps" entries already'):

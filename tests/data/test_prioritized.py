@@ -72,6 +72,18 @@ def test_a_stratified_batch_makes_one_draw_in_each_equal_part_of_the_total():
             assert upto[drawn] - leaves(buffer)[drawn] <= upto[-1] * (part + 1) / 16 + 1e-9
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1 - 2**-53])
+def test_the_last_stratum_stays_below_the_total_whatever_the_total_is(share, monkeypatch):
+    # The largest number that `rand` gives, plus B - 1, over B rounds to 1.
+    monkeypatch.setattr(torch, "rand", lambda n, **kwargs: torch.full((n,), share, dtype=torch.float64))
+    buffer, generator = make(7, 5, stratified=True), np.random.default_rng(0)
+    for _ in range(200):
+        buffer.update_priority(torch.arange(5), torch.from_numpy(generator.random(5) * 10.0 ** generator.integers(9)))
+        index, info = buffer.sampler.sample(buffer.storage, 64)
+        assert (index < 5).all()
+        assert (info["priority_weight"] <= 1).all()
+
+
 def test_alpha_zero_draws_uniformly_with_weights_of_one():
     buffer = make(4, alpha=0.0, weight_normalization=None, batch_size=10_000)
     buffer.update_priority(torch.arange(4), torch.tensor([0.0, 1.0, 100.0, 1e-3]))
@@ -113,6 +125,21 @@ def test_weights_are_the_inverse_powers_of_the_probability(normalization):
     largest = {"batch": max(expected), "buffer": max(all_weights), None: 1.0}[normalization]
     torch.testing.assert_close(batch["priority_weight"], torch.tensor(expected) / largest)
     assert batch["priority_weight"].dtype == torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("normalization", ["batch", "buffer"])
+def test_a_normalised_weight_is_at_most_one_also_beside_new_items_and_after_an_eviction(normalization):
+    buffer = make(20, 12, weight_normalization=normalization, batch_size=64, beta=1.0)
+    largest = []
+    for i in range(30):
+        batch = buffer.sample()
+        assert ((batch["priority_weight"] > 0) & (batch["priority_weight"] <= 1)).all()
+        largest.append(batch["priority_weight"].max().item())
+        batch["td_error"] = (batch["x"] + i).cos().square()
+        buffer.update_tensordict_priority(batch)
+        buffer.extend(items(3, i))
+    if normalization == "batch":
+        assert largest == [1.0] * 30
 
 
 def test_beta_rises_in_a_straight_line_with_each_sample_and_stays_at_one():
@@ -180,6 +207,16 @@ def test_a_buffer_whose_updated_items_are_all_gone_starts_again_from_one():
     torch.testing.assert_close(leaves(buffer), torch.full((2,), leaf_of(1.0)).double())
 
 
+@pytest.mark.parametrize("max_priority", ["ever", "buffer"])
+def test_an_emptied_buffer_starts_again_from_one(max_priority):
+    buffer = make(4, max_priority=max_priority)
+    buffer.update_priority(torch.arange(4), 50.0)
+    buffer.empty()
+    assert buffer.sampler.default_priority == 1.0
+    buffer.extend(items(2))
+    torch.testing.assert_close(leaves(buffer), torch.full((2,), leaf_of(1.0)).double())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 def test_priorities_of_any_dtype_and_column_shape_are_read_alike(dtype, shape):
@@ -227,6 +264,21 @@ def test_a_bad_priority_is_refused_with_nothing_changed(bad, dtype):
 def test_priorities_that_do_not_match_the_indices_are_refused():
     with pytest.raises(ValueError, match=r"priority has shape \[3\] for 2 indices"):
         make(4).sampler.update_priority(torch.tensor([0, 1]), torch.ones(3))
+
+
+@pytest.mark.parametrize("index", [torch.tensor([True, False]), torch.tensor([0.0, 1.7])])
+def test_indices_that_are_no_integers_are_refused(index):
+    buffer = make(4)
+    with pytest.raises(ValueError, match=f"index has dtype {index.dtype}: pass integers"):
+        buffer.sampler.update_priority(index, 9.0)
+    torch.testing.assert_close(leaves(buffer), torch.full((4,), leaf_of(1.0)).double())
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_without_items_is_refused(batch_size):
+    buffer = make(4)
+    with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {batch_size}"):
+        buffer.sampler.sample(buffer.storage, batch_size)
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
@@ -280,6 +332,30 @@ def test_a_batch_drawn_before_the_buffer_was_emptied_is_stale():
         torch.testing.assert_close(leaves(buffer), torch.full((n,), leaf_of(1.0)).double())
         buffer.extend(items(1))
     assert buffer.sampler.default_priority == 1.0
+
+
+def test_a_stamped_update_of_an_emptied_buffer_fills_no_slot():
+    for stamped in (True, False):
+        buffer = make(4, batch_size=100)
+        batch = buffer.sample()
+        buffer.empty()
+        if stamped:
+            buffer.sampler.update_priority(batch["index"].clone(), 9.0, generation=batch["priority_stamp"])
+        else:
+            buffer.sampler.update_priority(batch["index"], 9.0)
+        buffer.extend(items(1))
+        assert set(buffer.sample()["index"].tolist()) == {0}
+
+
+def test_an_update_of_a_slot_that_was_never_written_is_refused_also_without_the_storage():
+    buffer = make(8, 3, batch_size=200)
+    for index in (3, torch.tensor([0, 7])):
+        with pytest.raises(IndexError, match="names an empty slot, the buffer holds 3 items"):
+            buffer.sampler.update_priority(index, 9.0)
+    assert set(buffer.sample()["index"].tolist()) == {0, 1, 2}
+    buffer.empty()
+    with pytest.raises(IndexError, match="the buffer holds 0 items"):
+        buffer.sampler.update_priority(0, 9.0)
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
@@ -433,6 +509,27 @@ def test_a_loaded_sampler_continues_the_very_same_draws(travel, max_priority, tm
     assert torch.equal(continue_with(other, 30), continue_with(buffer, 30))
 
 
+def test_a_loaded_sampler_knows_which_slots_were_rewritten_since_an_older_batch(tmp_path):
+    buffer, other = make(4, batch_size=200), make(4, 0, batch_size=200)
+    buffer.extend(items(1))
+    older = buffer.sample()
+    buffer.extend(items(1))  # slot 1, before the save
+    through_the_buffer(buffer, other, tmp_path)
+    newer = other.sample()
+    other.extend(items(1))  # slot 2, after the load
+    for batch, priority, expected in ((older, 9.0, (9, 1, 1, 9)), (newer, 7.0, (7, 7, 1, 7))):
+        stamp = batch["priority_stamp"]
+        other.sampler.update_priority(batch["index"].clone(), priority, generation=stamp, storage=other.storage)
+        torch.testing.assert_close(leaves(other), torch.tensor([leaf_of(p) for p in expected]).double())
+
+
+def test_a_loaded_sampler_has_the_beta_that_was_set_by_hand(tmp_path):
+    buffer, other = make(4), make(4, 0)
+    buffer.sampler.beta = 0.9
+    through_the_buffer(buffer, other, tmp_path)
+    assert other.sampler.beta == 0.9
+
+
 def test_a_copied_sampler_continues_the_very_same_draws_on_its_own():
     buffer = lived_in()
     other = copy.deepcopy(buffer.sampler)
@@ -484,6 +581,8 @@ def test_nothing_waits_for_an_accelerator():
         ({"beta": 1.5}, r"beta must lie in \[0, 1\] and be finite, got 1.5"),
         ({"eps": -1.0}, "eps must lie"),
         ({"beta_annealing_steps": 0}, "beta_annealing_steps must be at least 1 or None, got 0"),
+        ({"beta_annealing_steps": math.nan}, "beta_annealing_steps must be at least 1 or None, got nan"),
+        ({"generator": 3}, "generator must be a torch.Generator or None, got 3"),
         ({"weight_normalization": "max"}, "weight_normalization must be one of .*, got 'max'"),
         ({"max_priority": "always"}, "max_priority must be one of .*, got 'always'"),
         ({"max_capacity": 0}, "capacity must be a positive integer, got 0"),

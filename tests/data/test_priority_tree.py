@@ -76,6 +76,28 @@ def test_draws_from_a_million_slots_follow_the_leaves_bucket_by_bucket(capacity)
         assert ((seen - 100_000 * share).abs() <= 4 * sigma).all()
 
 
+@pytest.mark.parametrize("capacity", [1000, 16_384 * 64 - 1, 16_384 * 64, 2_000_000])
+def test_a_large_tree_finds_the_slot_that_a_running_sum_of_all_leaves_finds(capacity):
+    generator = torch.Generator().manual_seed(capacity)
+    leaves = torch.rand(capacity, dtype=torch.float64, generator=generator) ** 4
+    leaves[torch.rand(capacity, generator=generator) < 0.3] = 0
+    u = torch.rand(20_000, dtype=torch.float64, generator=generator)
+    slot, leaf = filled(leaves).find(u)
+    upto = leaves.cumsum(0)
+    slack = 1e-9 * upto[-1]
+    assert (upto[slot] + slack >= u * upto[-1]).all()
+    assert (upto[slot] - leaves[slot] - slack <= u * upto[-1]).all()
+    assert torch.equal(leaf, leaves[slot])
+    assert (leaf > 0).all()
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 64, 128, 2**17, 2**21])
+def test_the_share_at_which_a_slot_begins_finds_that_slot(capacity):
+    begins = torch.arange(0, capacity, max(1, capacity // 4096))
+    slot, _ = filled(torch.ones(capacity)).find(begins.double() / capacity)  # whole numbers, so nothing is rounded
+    assert torch.equal(slot, begins)
+
+
 def test_of_equal_slots_in_one_write_the_last_wins():
     tree = PriorityTree(5)
     index = torch.randint(5, (200_000,), generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import pickle
 import subprocess
 import sys
 
@@ -283,9 +284,18 @@ def test_without_max_steps_nothing_is_truncated_or_counted():
         ({"problem": "return"}, "problem='return' is unknown: choose one of 'avoid', 'reach_avoid'"),
         ({"end_criterion": "never"}, "end_criterion='never' is unknown: choose one of 'failure'"),
         ({"end_criterion": "reach_avoid"}, "end_criterion='reach_avoid' needs a target"),
-        ({"max_steps": 0}, "max_steps=0 must be at least 1"),
-        ({"num_envs": 0}, "num_envs=0 must be at least 1"),
+        ({"max_steps": 0}, "max_steps=0 must be a whole number of at least 1, or None"),
+        ({"max_steps": 2.5}, "max_steps=2.5 must be a whole number"),
+        ({"num_envs": 0}, "num_envs=0 must be a whole number of at least 1"),
+        ({"num_envs": 2.5}, "num_envs=2.5 must be a whole number"),
+        ({"num_envs": (2, 3)}, r"num_envs=\(2, 3\) must be a whole number"),
+        ({"num_envs": True}, "num_envs=True must be a whole number"),
         ({"dt": 0.0}, "dt=0.0 must be positive"),
+        ({"dt": math.inf}, "dt=inf must be positive and finite"),
+        ({"max_control": math.inf}, "max_control=inf must be positive and finite"),
+        ({"start_high": (math.inf, 0.0)}, "must be finite"),
+        ({"dtype": "float64"}, "dtype=float64 must be a floating-point type"),
+        ({"generator": 3, "seed": None}, "generator=3 must be a torch.Generator"),
         ({"max_control": -1.0}, "max_control=-1.0 must be positive"),
         ({"max_disturbance": 1.0}, "max_disturbance=1.0 must lie in"),
         ({"max_disturbance": -0.1}, "max_disturbance=-0.1 must lie in"),
@@ -327,7 +337,7 @@ def test_missing_keys_are_named_with_their_remedy():
         env.step(tensordict.exclude("step_count"))
     with pytest.raises(KeyError, match=r"'observation' is missing.*env.reset\(\)"):
         env.step(tensordict.exclude("observation"))
-    with pytest.raises(KeyError, match="'action' is missing"):
+    with pytest.raises(KeyError, match=r"'action' is missing.*let a policy act"):
         env.step(env.reset())
 
 
@@ -339,3 +349,50 @@ def test_wrong_states_at_reset_are_refused():
     masked = env.reset().set("_reset", torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="ambiguous"):
         env.reset(masked, set_state=True)
+
+
+@pytest.mark.parametrize("end_criterion", ["failure", "reach_avoid", "timeout"])
+def test_a_pickled_environment_goes_on_as_the_one_it_was_made_of(end_criterion):
+    env = make(32, problem="reach_avoid", end_criterion=end_criterion, max_steps=5)
+    tensordict = env.reset()
+    twin = pickle.loads(pickle.dumps(env))
+    for _ in range(12):
+        tensordict["action"] = env.action_spec.rand()
+        same, following = twin.step_and_maybe_reset(tensordict.clone())
+        data, tensordict = env.step_and_maybe_reset(tensordict)
+        for got, want in ((same, data), (following, tensordict)):
+            assert all(torch.equal(got[key], want[key]) for key in want.keys(True, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_states_and_actions_of_another_precision_are_taken_in_that_of_the_environment(dtype):
+    env = make(2, discrete=False)
+    tensordict = start(env, [[0.5, 0.25], [-0.5, 1.0]]).set("action", torch.tensor([[0.5], [-2.0]]))
+    expected = env.step(tensordict.clone())["next"]
+    for key in ("observation", "action"):
+        tensordict[key] = tensordict[key].to(dtype)
+    following = env.step(tensordict)["next"]
+    assert all(torch.equal(following[key], expected[key]) for key in expected.keys())  # noqa: SIM118
+    assert following["observation"].dtype == torch.float32
+
+
+def test_without_a_dtype_it_is_torchs_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        env = make(2)
+        assert env.rollout(2)["next", "safety_margin"].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert make(2).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_any_integer_is_an_index_of_the_table(dtype):
+    env, action = make(3), torch.tensor([0, 1, 2])
+    assert torch.equal(env.control(action.to(dtype)), env.control(action))
+
+
+def test_an_environment_built_for_a_device_does_not_touch_the_default_one():
+    with torch.device("meta"):  # which holds no numbers
+        env = make(2, device="cpu", max_disturbance=0.5, max_steps=3)
+    assert env.rollout(2)["next", "observation"].isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import random
 import signal
@@ -10,15 +11,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "rainbow_safety.py"
+CONFIGS = SCRIPT.parent / "configs"
 SHORT = [
     "frames=9600", "warmup_frames=512", "batch_size=64", "buffer_size=4096", "hidden=[32,32]", "grid=21",
     "rollouts=8", "rollout_steps=10", "evaluations=4", "checkpoints=6",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("rainbow_safety_example", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
@@ -34,7 +48,7 @@ def run(folder: Path, *options: str) -> tuple[int, str, str]:
 
 def final_state(folder: Path) -> dict:
     """Every payload of the newest checkpoint, without the clock."""
-    newest = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[-1]))
+    newest = max((folder / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[-1]))
     state = {str(path.relative_to(newest)): torch.load(path, weights_only=True) for path in newest.rglob("*.pt")}
     assert state
     return {"frames": newest.name, **state}
@@ -63,7 +77,10 @@ def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     code, out, err = run(folder, *SHORT)
     assert code == 0, err
-    assert "IoU" in out
+    for line in ("IoU with the exact set", "false-safe rate", "false-unsafe rate", "safe rate of", "frames", "seconds"):
+        assert line in out
+    for part in ("frame/s", "γ", "loss", "safe rate", "IoU"):
+        assert part in err
     return folder
 
 
@@ -77,7 +94,9 @@ def test_a_run_leaves_its_table_pictures_metrics_and_checkpoints(finished):
     assert float(rows[-1]["iou"]) == summary["iou"]
     for name in ("value_map.png", "curves.png"):
         assert (finished / name).read_bytes().startswith(b"\x89PNG")
-    assert list(finished.glob("events.out.tfevents.*"))
+    events = EventAccumulator(str(finished)).Reload()
+    assert "value_map" in events.Tags()["images"]
+    assert [event.step for event in events.Scalars("iou")] == [2432, 4800, 7232, 9600]
     assert "n_steps: 2" in (finished / "config.yaml").read_text()
 
 
@@ -140,6 +159,7 @@ def test_every_part_can_be_switched(tmp_path, options):
         (["env=pendulum9"], ["env/pendulum9", "double_integrator"]),
         (["resume=/nowhere/at/all"], ["/nowhere/at/all", "is no checkpoint"]),
         (["batch_size=4096"], ["batch_size=4096", "warmup_frames"]),
+        (["buffer_size=100"], ["batch_size=256", "buffer_size=100"]),
         (["n_step=3"], ["n_step"]),
     ],
 )
@@ -149,3 +169,39 @@ def test_a_wrong_option_is_one_clear_complaint(tmp_path, options, words):
     assert "Traceback" not in err
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("problem.name", "fly", r"problem.name is 'fly'; choose one of \['avoid', 'reach_avoid', 'return'\]"),
+        ("env.name", "pendulum9", r"env.name is 'pendulum9'; choose one of \['double_integrator'\]"),
+        ("noisy", "maybe", "noisy is 'maybe'; give true or false"),
+        ("batch_size", 200_000, "batch_size=200000, .*buffer_size=128000"),
+        ("frames", 10, "frames=10 is less than warmup_frames=2000"),
+    ],
+)
+def test_a_value_that_cannot_be_right_is_one_line_with_the_remedy(example, option, value, words):
+    cfg = OmegaConf.load(CONFIGS / "rainbow_safety.yaml")
+    cfg.merge_with({"problem": {"name": "avoid"}, "env": {"name": "double_integrator"}})
+    example.check(cfg)
+    OmegaConf.update(cfg, option, value)
+    with pytest.raises(ValueError, match=words) as caught:
+        example.check(cfg)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shares", "warnings"),
+    [([0.02] * 8, 1), ([0.02, 0.0, 0.02, 0.02, 0.02, 0.02, 0.0, 0.02, 0.02, 0.02], 1), ([0.02, 0.02, 0.0] * 4, 0)],
+)
+def test_mass_that_stays_beyond_the_support_is_told_once(example, shares, warnings, tmp_path):
+    said, rows = [], []
+    bar = SimpleNamespace(write=said.append, set_postfix_str=lambda text: None)
+    writer = SimpleNamespace(add_scalar=lambda *entry: None)
+    for frames, share in enumerate(shares):
+        row = dict.fromkeys(("gamma", "loss", "safe_rate", "iou"), 0.0) | {"frames": frames, "clipped_mass": share}
+        rows.append(row)
+        example.report(row, rows, writer, bar, tmp_path)
+    assert len(said) == warnings
+    assert all("widen problem.support" in text for text in said)

@@ -122,6 +122,10 @@ def test_a_copy_and_a_state_dict_compute_the_same():
         ({"support": (1.0, 1.0)}, r"support is \(1.0, 1.0\)"),
         ({"support": (1.0, -1.0)}, "vmin < vmax"),
         ({"support": (float("nan"), 1.0)}, "support is"),
+        ({"support": (0.0, float("inf"))}, "give finite"),
+        ({"support": (0.0,)}, r"support is \(0.0,\)"),
+        ({"hidden": 128}, r"hidden is 128.*hidden=\(128,\)"),
+        ({"sigma_init": float("inf")}, "sigma_init is inf"),
         ({"atoms": 1}, "atoms is 1"),
         ({"dueling": "sum"}, "dueling mode is 'sum'"),
         ({"sigma_init": -1.0}, "sigma_init is -1.0"),
@@ -130,6 +134,28 @@ def test_a_copy_and_a_state_dict_compute_the_same():
 def test_settings_out_of_range_are_named(settings, words):
     with pytest.raises(ValueError, match=words):
         make(**settings)
+
+
+@pytest.mark.parametrize(("in_features", "num_actions"), [(0, 3), (2, 0)])
+def test_a_network_without_inputs_or_actions_is_refused(in_features, num_actions):
+    with pytest.raises(ValueError, match=rf"in_features is {in_features}, num_actions {num_actions}"):
+        RainbowNetwork(in_features, num_actions, support=(-1.0, 1.0))
+
+
+def test_an_observation_that_is_missing_or_of_another_size_is_named():
+    network = make()
+    with pytest.raises(KeyError, match=r"'observation' is missing; present: \['pixels'\]"):
+        network(TensorDict({"pixels": torch.zeros(5, 2)}, [5]))
+    with pytest.raises(ValueError, match=r"\[5, 3\], the network takes `\[\*B, 2\]`"):
+        network(TensorDict({"observation": torch.zeros(5, 3)}, [5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+def test_an_observation_of_another_type_is_taken_in_the_precision_of_the_network(dtype):
+    network = make()
+    numbers = torch.tensor([[1.0, -2.0], [0.0, 3.0]])
+    expected = network(TensorDict({"observation": numbers}, [2]))["action_value"]
+    assert torch.equal(network(TensorDict({"observation": numbers.to(dtype)}, [2]))["action_value"], expected)
 
 
 # --- the greedy policy ---

@@ -248,6 +248,14 @@ def test_signals_and_flags_of_different_shapes_are_refused(backup, names, signal
 
 
 @every_backup
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_a_signal_that_is_no_floating_point_number_is_refused(backup, names, dtype):
+    signals = {name: torch.ones(2, 1, dtype=dtype) for name in names}
+    with pytest.raises(ValueError, match=rf"signal '{names[0]}' has dtype {dtype}.*\.float\(\)"):
+        backup.step_map(signals, gamma=0.9, terminated=torch.zeros(2, 1, dtype=torch.bool))
+
+
+@every_backup
 @pytest.mark.parametrize("shape", [(3,), (1, 3, 1), (2, 1)])
 def test_a_gamma_that_would_enlarge_the_batch_is_refused(backup, names, shape):
     signals = {name: torch.zeros(3, 1) for name in names}
@@ -352,6 +360,15 @@ def test_the_functional_targets_differentiate():
     value = torch.tensor([-1.0], requires_grad=True)
     (gradient,) = torch.autograd.grad(backups.avoid_target(torch.tensor([1.0]), value, 1, 0.75), value)
     assert gradient.item() == 0.75
+
+
+def test_the_functional_targets_compile_without_graph_breaks_and_can_be_vmapped():
+    arrays = (*(torch.tensor(x, dtype=torch.float64) for x in (G, L, V)), torch.tensor(GOES_ON))
+    for call, name in functional_cases():
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        assert_close(compiled(*arrays), call(*arrays), msg=name)
+        assert_close(torch.vmap(call)(*arrays), call(*arrays), msg=name)
 
 
 @pytest.mark.parametrize("mode", ["reach_avoid", "AVOID", "", None])

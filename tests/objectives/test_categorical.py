@@ -198,6 +198,17 @@ def test_every_batch_shape_is_projected_row_by_row(shape):
         assert_close(row, project_categorical(row_atoms, row_probs, support))
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (0,)])
+def test_rows_may_have_supports_of_their_own(shape):
+    atoms, probs = uniform(-2, 2, (*shape, 7), seed=0), probabilities((*shape, 7), seed=1)
+    supports = nodes((-1.0, 1.0, 5)) * uniform(0.5, 2, (*shape, 1), seed=2) + uniform(-1, 1, (*shape, 1), seed=3)
+    projected = project_categorical(atoms, probs, supports)
+    assert projected.shape == (*shape, 5)
+    rows = zip(*(x.flatten(0, -2) for x in (atoms, probs, supports, projected)))
+    for row_atoms, row_probs, support, row in rows:
+        assert_close(row, project_categorical(row_atoms, row_probs, support))
+
+
 @every_dtype
 def test_the_dtype_is_kept(dtype):
     projected = project_categorical(
@@ -240,7 +251,7 @@ def test_atoms_and_mass_of_different_shapes_are_refused(shape):
         project_categorical(torch.zeros(3, 5), torch.zeros(shape), torch.linspace(0, 1, 5))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5)])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 1), (5, 3), (2, 3, 5)])
 def test_a_support_that_is_no_row_of_nodes_is_refused(shape):
-    with pytest.raises(ValueError, match=r"support must be `\[N\]` with N >= 2 nodes, got shape"):
+    with pytest.raises(ValueError, match=r"support must be `\[N\]` with N >= 2 nodes, or .* \[3, 5\], got shape"):
         project_categorical(torch.zeros(3, 5), torch.zeros(3, 5), torch.zeros(shape))

@@ -202,3 +202,44 @@ def test_maps_live_on_any_device():
     step = step @ ClampedAffine.constant(torch.zeros(2, 4, 1, device="meta"))
     assert {part.device.type for part in (*step.scan().parts, *step.compose().parts)} == {"meta"}
     assert step.compose()(torch.zeros(2, 7, device="meta")).shape == (2, 7)
+
+
+def algebra(step, other, value):
+    """One of everything that maps with fields `[*B, T, 1]` do, on a value `[*B, 1]`."""
+    both = ClampedAffine(*step.parts).after(other)
+    ends = ClampedAffine.constant(step.slope).where_else(step.slope > 1, both)
+    partial = ends.scan(suffix=True)(ClampedAffine.identity_like(step.offset)(step.offset))
+    return partial, both.compose()(value)
+
+
+def two_random_maps():
+    value = torch.randn(3, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return stacked(random_rows(5, seed=0)), stacked(random_rows(5, seed=1)), value
+
+
+def test_maps_compile_without_graph_breaks():
+    torch.compiler.reset()
+    compiled = torch.compile(algebra, fullgraph=True, backend="eager")
+    for result, expected in zip(compiled(*two_random_maps()), algebra(*two_random_maps())):
+        assert_close(result, expected)
+
+
+def test_maps_can_be_vmapped():
+    one, other, value = two_random_maps()
+
+    def of_parts(parts, others, value):
+        step, following = ClampedAffine(*parts), ClampedAffine(*others)
+        return *algebra(step, following, value), (step @ following).compose()(value)
+
+    results = torch.vmap(of_parts)(one.parts, other.parts, value)
+    for result, expected in zip(results, of_parts(one.parts, other.parts, value)):
+        assert_close(result, expected)
+
+
+def test_a_map_is_built_from_four_parts_by_position_or_name():
+    one = torch.ones(2, 1)
+    by_name = ClampedAffine(slope=one, offset=2 * one, low=3 * one, high=4 * one)
+    by_position = ClampedAffine(one, 2 * one, 3 * one, 4 * one)
+    assert all(torch.equal(*pair) for pair in zip(by_name.parts, by_position.parts))
+    with pytest.raises(TypeError, match=r"ClampedAffine.__init__\(\) missing 1 required positional argument: 'high'"):
+        ClampedAffine(one, one, one)

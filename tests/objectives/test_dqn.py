@@ -268,7 +268,8 @@ def test_a_terminal_step_ignores_what_follows_even_nan(layout, n_step):
     close(loss.target_distribution(broken)[0], expected)
     assert torch.isfinite(loss(broken)["loss"])
     broken["next", "done"][:] = broken["next", "terminated"][:] = False
-    assert torch.isnan(loss(broken)["loss"]), "elsewhere NaN must show"
+    with pytest.raises(ValueError, match="the loss is NaN"):
+        loss(broken)
 
 
 def test_a_truncated_step_continues_only_if_asked_to():
@@ -450,3 +451,10 @@ def test_no_host_sync_on_an_accelerator(problem, layout):
     assert loss(batch)["loss"].is_meta
     with pytest.raises((RuntimeError, NotImplementedError)):
         batch["td_error"].max().item()
+
+
+def test_a_loss_built_beside_another_default_device_lives_with_its_network():
+    with torch.device("meta"):  # which holds no numbers
+        loss = make(device="cpu")
+    assert loss.gamma == GAMMA
+    assert torch.isfinite(loss(transitions(4))["loss"])

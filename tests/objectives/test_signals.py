@@ -335,3 +335,57 @@ def test_a_one_hot_action_is_refused_and_a_column_of_indices_is_not():
     batch["action"] = torch.nn.functional.one_hot(batch["action"].squeeze(-1), 3)
     with pytest.raises(ValueError, match="not one-hot"):
         loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (torch.tensor([0.0, 0.7, 1.0, 2.0, 0.0, 1.0]), "torch.float32 do not index"),
+        (torch.ones(6, dtype=torch.bool), "torch.bool do not index"),
+        (torch.tensor([0, 1, 2, 3, 0, 1]), r"an action lies outside 0\.\.2"),
+        (torch.tensor([0, 1, 2, -1, 0, 1]), r"an action lies outside 0\.\.2"),
+    ],
+)
+def test_an_action_that_is_no_index_is_refused_and_never_rounded(action, words):
+    with pytest.raises(ValueError, match=words):
+        CategoricalDQNLoss(network(), backup=AvoidBackup())(transitions().set("action", action))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_only_the_mean_of_an_empty_batch_is_refused(reduction):
+    loss = CategoricalDQNLoss(network(), backup=AvoidBackup(), reduction=reduction)
+    if reduction == "mean":
+        with pytest.raises(ValueError, match=r"the batch \[0\] holds no transition"):
+            loss(transitions(0))
+    else:
+        assert loss(transitions(0))["loss"].sum() == 0
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.5, torch.nan])
+def test_a_discount_assigned_out_of_its_range_is_refused(gamma):
+    loss = CategoricalDQNLoss(network(), backup=AvoidBackup())
+    loss.gamma = gamma
+    with pytest.raises(ValueError, match=r"loss\.gamma lies outside \[0, 1\]"):
+        loss(transitions())
+
+
+@pytest.mark.parametrize("key", ["observation", ("next", "observation")])
+def test_a_loss_that_is_not_finite_is_refused_before_anything_is_written(key):
+    batch = transitions()
+    batch["next", "done"][:] = False
+    batch[key][0] = torch.nan
+    with pytest.raises(ValueError, match="the loss is NaN or inf"):
+        CategoricalDQNLoss(network(), backup=AvoidBackup())(batch)
+    assert "td_error" not in batch
+
+
+def test_a_support_of_another_length_than_the_logits_is_refused():
+    loss = CategoricalDQNLoss(network(), backup=AvoidBackup(), support=torch.linspace(-1, 1, 7))
+    with pytest.raises(ValueError, match=r"\[6, 3, 11\] do not fit the support of 7 atoms"):
+        loss(transitions())
+
+
+@pytest.mark.parametrize("backup", [AvoidBackup, "avoid"])
+def test_a_backup_that_is_no_instance_is_refused(backup):
+    with pytest.raises(ValueError, match="give an instance of a Backup"):
+        CategoricalDQNLoss(network(), backup=backup)

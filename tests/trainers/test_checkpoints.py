@@ -42,3 +42,17 @@ def test_a_path_that_is_no_checkpoint_is_refused_by_name(tmp_path, make):
     with pytest.raises(FileNotFoundError, match="is no checkpoint") as caught:
         find_checkpoint(path)
     assert str(path) in str(caught.value)
+
+
+def test_what_a_killed_save_left_is_cleared_away_and_nothing_else(tmp_path):
+    saves, checkpoint = rotation(tmp_path), make_checkpoint(net=torch.nn.Linear(1, 1))
+    whole = saves.save(checkpoint, step=10)
+    leftovers = [whole.with_name(f".{whole.name}.{kind}-c0ffee") for kind in ("stage", "delete")]
+    for leftover in leftovers:
+        checkpoint.save(leftover / "components")
+    backup = whole.with_name(f".{whole.name}.backup-c0ffee")
+    backup.mkdir()
+    assert find_checkpoint(tmp_path) == whole
+    assert all(leftover.exists() for leftover in leftovers), "looking for a checkpoint removes nothing"
+    rotation(tmp_path)
+    assert {*whole.parent.iterdir()} == {whole, backup}

@@ -10,7 +10,7 @@ from torch import nn
 from torchrl_safety.envs import DoubleIntegratorEnv
 from torchrl_safety.modules import NoisyLinear
 from torchrl_safety.objectives import AvoidBackup, DiscountedReturnBackup, ReachAvoidBackup, ReachBackup
-from torchrl_safety.trainers import evaluate, evaluation_mode, set_metrics, state_value
+from torchrl_safety.trainers import ExactSetEvaluator, evaluate, evaluation_mode, set_metrics, state_value
 
 
 def test_set_metrics_equal_counting_state_by_state():
@@ -77,6 +77,17 @@ def test_a_failure_before_the_target_is_no_success_and_one_after_it_is():
     assert result.success_rate == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("end_criterion", ["failure", "timeout"])
+def test_coming_back_to_the_target_after_a_failure_is_no_success(end_criterion):
+    def go_home(tensordict):
+        return tensordict.set("action", 1 - tensordict["observation"].sum(-1).sign().long())
+
+    starts = torch.tensor([[-0.9, -1.2], [-0.5, 0.0]])  # the first leaves the walls before it can turn
+    env = DoubleIntegratorEnv(2, problem="reach_avoid", end_criterion=end_criterion)
+    result = evaluate(env, go_home, starts=starts, max_steps=400)
+    assert (result.safe_rate, result.success_rate) == (0.5, 0.5)
+
+
 def test_an_ended_episode_stays_where_it_ended():
     env = DoubleIntegratorEnv(1)
     states = evaluate(env, constant_control(2), starts=torch.tensor([[0.9, 0.5]]), max_steps=50).states
@@ -120,3 +131,16 @@ def test_evaluation_uses_the_means_of_a_noisy_policy():
 def test_starts_that_do_not_fit_the_batch_are_refused():
     with pytest.raises(ValueError, match=r"\[3, 2\].*\[4\]"):
         evaluate(DoubleIntegratorEnv(4), constant_control(1), starts=torch.zeros(3, 2), max_steps=1)
+
+
+@pytest.mark.parametrize("grid", [0, 1, 2])
+def test_a_grid_without_a_node_to_start_from_is_refused(grid):
+    with pytest.raises(ValueError, match=f"take more nodes than grid={grid}"):
+        ExactSetEvaluator(DoubleIntegratorEnv(2), AvoidBackup(), half_size=(1.2, 2.2), grid=grid)
+
+
+def test_an_evaluator_lives_where_its_environment_does():
+    with torch.device("meta"):  # which holds no numbers
+        env = DoubleIntegratorEnv(2, device="cpu")
+        evaluator = ExactSetEvaluator(env, AvoidBackup(), half_size=(1.2, 2.2), grid=11)
+    assert env.exact_safe(evaluator.starts).all()

@@ -37,6 +37,7 @@ def test_the_discount_never_decreases_on_resume_with_a_longer_budget():
         ({"ratio": 1.0}, "ratio is 1.0"),
         ({"period": 0.0}, "period is 0.0"),
         ({"total_frames": 0}, "total_frames is 0"),
+        ({"total_frames": float("nan")}, "total_frames is nan"),
     ],
 )
 def test_a_setting_out_of_range_is_named_with_its_value(settings, named):

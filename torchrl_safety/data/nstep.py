@@ -114,6 +114,8 @@ class NStepTransform(PendingTransform):
 
     def _split(self, frames: TensorDictBase) -> tuple[_Frames, dict[Key, Tensor]]:
         """The frames with time and env in front, `[T, N, *]`: what windows need of them, and their "next" entries."""
+        if not isinstance(frames, TensorDictBase):
+            raise TypeError(f"NStepTransform takes frames as a TensorDict, got a {type(frames).__name__}.")
         time_major = _layout(frames.batch_size, self.num_envs)
         root: dict[Key, Tensor] = {}
         following: dict[Key, Tensor] = {}

@@ -84,10 +84,14 @@ class PrioritizedSampler(Sampler):
         _check_range("alpha", alpha, 0.0, torch.inf)
         _check_range("beta", beta, 0.0, 1.0)
         _check_range("eps", eps, 0.0, torch.inf)
-        if beta_annealing_steps is not None and beta_annealing_steps < 1:
+        if beta_annealing_steps is not None and not beta_annealing_steps >= 1:
             raise ValueError(f"beta_annealing_steps must be at least 1 or None, got {beta_annealing_steps}.")
         _check_choice("weight_normalization", weight_normalization, ("batch", "buffer", None))
         _check_choice("max_priority", max_priority, ("ever", "buffer"))
+        if not isinstance(generator, torch.Generator | None):
+            raise ValueError(
+                f"generator must be a torch.Generator or None, got {generator!r}: seed one with manual_seed."
+            )
         self._alpha, self._beta, self._eps = float(alpha), float(beta), float(eps)
         self._beta_annealing_steps = beta_annealing_steps
         self._weight_normalization = weight_normalization
@@ -98,6 +102,8 @@ class PrioritizedSampler(Sampler):
         # Priorities that came with an update, 0 for the rest; only its largest leaf is asked for.
         self._updated = PriorityTree(max_capacity, device=self.device) if max_priority == "buffer" else None
         self._highest = torch.full((), -1.0, dtype=torch.float64, device=self.device)
+        # What the buffer held when it was last seen; before that, it may hold anything.
+        self._num_items = max_capacity
         # Time counts the writes. The last entry is for rows that are passed over.
         self._time = 0
         self._written_at = torch.zeros(max_capacity + 1, dtype=torch.long, device=self.device)
@@ -173,9 +179,12 @@ class PrioritizedSampler(Sampler):
 
         Raises:
             RuntimeError: if the buffer is empty, or all its priorities are 0 with eps = 0.
+            ValueError: if `batch_size` is less than 1.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}: ask for one item or more.")
         self._follow(storage)
-        num_items = len(storage)
+        self._num_items = num_items = len(storage)
         if num_items == 0:
             raise RuntimeError("the replay buffer is empty, so nothing can be sampled: add items before sampling.")
         index, leaf = self._tree.find(self._uniform(batch_size))
@@ -199,13 +208,15 @@ class PrioritizedSampler(Sampler):
         """Give items a new priority; of rows with the same index the last one wins.
 
         Args:
-            index: items, int or `[B]`, or `[B, ndim]` for a storage of `ndim > 1`; negative ones are passed over.
+            index: items, integers `[]` or `[B]`, or `[B, ndim]` for a storage of `ndim > 1`; negative ones are passed
+                over.
             priority: unweighted errors, finite and not negative: `[B]`, `[B, 1]` or one for all, any dtype.
             storage: the storage of the items; needed where it has several dimensions.
             generation: `"priority_stamp"` of the batch, int or `[B]`; read off `index` where that carries it.
 
         Raises:
-            ValueError: if a priority is NaN, infinite or negative, or the shapes do not match. Nothing has changed.
+            ValueError: if a priority is NaN, infinite or negative, the indices are no integers, or the shapes do not
+                match. Nothing has changed.
             IndexError: if an index lies beyond the items of the buffer (on a CPU). Nothing has changed.
         """
         self._follow(storage)
@@ -237,6 +248,7 @@ class PrioritizedSampler(Sampler):
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Take note that items were written: each gets `default_priority`, and updates drawn before are stale."""
         self._follow(storage)
+        self._num_items = self.max_size if storage is None else len(storage)
         slot, applies = self._slots(index, storage)
         self._time += 1
         self._written_at.scatter_(0, slot, self._time)
@@ -282,6 +294,7 @@ class PrioritizedSampler(Sampler):
             self._updated.load_state_dict(state_dict["updated"])
         self._beta = state_dict["beta"]
         self._num_samples = state_dict["num_samples"]
+        self._num_items = self.max_size
         self._time = state_dict["time"]
         self._written_at.copy_(state_dict["written_at"])
         self._highest.copy_(state_dict["highest"])
@@ -302,6 +315,10 @@ class PrioritizedSampler(Sampler):
         if self._updated is not None:
             self._updated.clear()
         self._highest.fill_(-1.0)
+        # What was drawn before is stale in every slot.
+        self._num_items = 0
+        self._time += 1
+        self._written_at.fill_(self._time)
 
     def _new_priority(self) -> Tensor:
         if self._updated is None:
@@ -333,6 +350,8 @@ class PrioritizedSampler(Sampler):
 
         A slot that was drawn and is empty now belongs to a buffer that was emptied since: no mistake.
         """
+        if isinstance(index, Tensor) and (index.is_floating_point() or index.dtype == torch.bool):
+            raise ValueError(f"index has dtype {index.dtype}: pass integers, such as mask.nonzero() of a bool mask.")
         slot = _tensor(index, torch.long, self.device)
         if storage is not None and storage.ndim > 1 and slot.ndim > 1:
             stride = torch.ones(storage.ndim, dtype=torch.long, device=self.device)
@@ -342,7 +361,7 @@ class PrioritizedSampler(Sampler):
         slot = slot.reshape(-1)
         if not slot.numel():
             return slot, None
-        num_items = self.max_size if storage is None else min(len(storage), self.max_size)
+        num_items = min(self._num_items if storage is None else len(storage), self.max_size)
         if slot.device.type == "cpu":
             lowest, highest = slot.aminmax()
             if highest.item() >= num_items and not is_drawn:

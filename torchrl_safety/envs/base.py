@@ -16,11 +16,25 @@ __all__ = ["NativeEnv"]
 
 PROBLEMS = ("avoid", "reach_avoid")
 
+
+# Named, because an environment that holds one of them must be picklable.
+def _at_failure(failed: Tensor, _: Any) -> Tensor:
+    return failed
+
+
+def _at_failure_or_target(failed: Tensor, target_margin: Any) -> Tensor:
+    return failed | (target_margin >= 0)
+
+
+def _never(failed: Tensor, _: Any) -> Tensor:
+    return torch.zeros_like(failed)
+
+
 # From whether g(s') < 0, and l(s'), to whether the episode has ended.
 END_CRITERIA: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "failure": lambda failed, _: failed,
-    "reach_avoid": lambda failed, target_margin: failed | (target_margin >= 0),
-    "timeout": lambda failed, _: torch.zeros_like(failed),
+    "failure": _at_failure,
+    "reach_avoid": _at_failure_or_target,
+    "timeout": _never,
 }
 
 
@@ -56,7 +70,7 @@ class NativeEnv(EnvBase):
         state_key: where the state is carried; another name than `"observation"` is written in addition to it.
         generator: draws the start states; its state is in :meth:`state_dict`.
         seed: seeds an own generator; not together with `generator`.
-        dtype: floating-point type of states, margins, rewards and continuous actions.
+        dtype: floating-point type of states, margins, rewards and continuous actions; None is torch's default dtype.
         device: where everything lives; None is torch's default device.
 
     Raises:
@@ -79,10 +93,13 @@ class NativeEnv(EnvBase):
         state_key: str = "observation",
         generator: torch.Generator | None = None,
         seed: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         _check_settings(num_envs, problem, end_criterion, max_steps, dtype)
+        if not isinstance(generator, torch.Generator | None):
+            raise ValueError(f"generator={generator!r} must be a torch.Generator; pass a number as seed")
         if generator is not None and seed is not None:
             raise ValueError(
                 f"seed={seed} and generator=... exclude each other: seed the generator, or pass one of them"
@@ -142,9 +159,9 @@ class NativeEnv(EnvBase):
         """
         table = getattr(self, self._tables[player])
         if not self.discrete:
-            return action.clamp(table.amin(0), table.amax(0))
+            return action.to(table.dtype).clamp(table.amin(0), table.amax(0))
         try:
-            return table.index_select(0, action.reshape(-1)).reshape(*action.shape, -1)
+            return table.index_select(0, action.reshape(-1).long()).reshape(*action.shape, -1)
         except IndexError as error:
             raise ValueError(f"{player} has an index outside 0..{len(table) - 1}: give rows of the table") from error
 
@@ -192,7 +209,8 @@ class NativeEnv(EnvBase):
         return Bounded(low.clone(), high.clone(), size, dtype=self.dtype, device=self.device)
 
     def _read_control(self, tensordict: TensorDictBase, player: str) -> Tensor:
-        action = _require(tensordict, player, "let both players act, or build the env without this disturbance")
+        remedy = "build the env without this disturbance, or let both players act"
+        action = _require(tensordict, player, "let a policy act first" if player == "action" else remedy)
         table = getattr(self, self._tables[player])
         expected = self.batch_size if self.discrete else torch.Size((*self.batch_size, table.shape[-1]))
         wrong_kind = self.discrete and (action.is_floating_point() or action.dtype == torch.bool)
@@ -221,6 +239,7 @@ class NativeEnv(EnvBase):
 
     def _step_entries(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         state = _require(tensordict, self.state_key, "call env.reset() first and keep the key in the tensordict")
+        state = state.to(self.dtype)
         control = self._read_control(tensordict, "action")
         disturbance = self._read_control(tensordict, "disturbance") if "disturbance" in self._tables else None
         entries = self._state_entries(self.dynamics(state, control, disturbance))
@@ -339,13 +358,12 @@ def _make_generator(generator: torch.Generator | None, seed: int | None, device:
         return generator
     generator = torch.Generator(device=device)
     # Without a seed the starts follow torch.manual_seed, as everything else that draws from torch does.
-    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+    generator.manual_seed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
     return generator
 
 
 def _check_settings(num_envs: int, problem: str, end_criterion: str, max_steps: int | None, dtype: torch.dtype) -> None:
-    if num_envs < 1:
-        raise ValueError(f"num_envs={num_envs} must be at least 1")
+    _check_count("num_envs", num_envs, "the number of copies that run side by side")
     _check_choice("problem", problem, PROBLEMS)
     _check_choice("end_criterion", end_criterion, tuple(END_CRITERIA))
     if end_criterion == "reach_avoid" and problem != "reach_avoid":
@@ -353,10 +371,15 @@ def _check_settings(num_envs: int, problem: str, end_criterion: str, max_steps: 
             f"end_criterion='reach_avoid' needs a target, which problem={problem!r} does not have: "
             "use problem='reach_avoid' or end_criterion='failure'"
         )
-    if max_steps is not None and max_steps < 1:
-        raise ValueError(f"max_steps={max_steps} must be at least 1, or None for no truncation")
-    if not dtype.is_floating_point:
+    if max_steps is not None:
+        _check_count("max_steps", max_steps, "or None for no truncation")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} must be a floating-point type, such as torch.float32")
+
+
+def _check_count(name: str, value: int, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1, {remedy}")
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

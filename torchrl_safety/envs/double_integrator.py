@@ -59,10 +59,10 @@ class DoubleIntegratorEnv(NativeEnv):
         start_high: Sequence[float] = (1.0, 2.2),
         **settings: Any,
     ) -> None:
-        if not dt > 0:
-            raise ValueError(f"dt={dt} must be positive")
-        if not max_control > 0:
-            raise ValueError(f"max_control={max_control} must be positive")
+        if not 0 < dt < torch.inf:
+            raise ValueError(f"dt={dt} must be positive and finite")
+        if not 0 < max_control < torch.inf:
+            raise ValueError(f"max_control={max_control} must be positive and finite")
         if not 0 <= max_disturbance < max_control:
             raise ValueError(
                 f"max_disturbance={max_disturbance} must lie in [0, max_control={max_control}): a disturbance as "
@@ -70,10 +70,12 @@ class DoubleIntegratorEnv(NativeEnv):
             )
         if not 0 < target_radius <= 1:
             raise ValueError(f"target_radius={target_radius} must lie in (0, 1]: the target lies inside the walls")
-        low, high = torch.as_tensor(start_low), torch.as_tensor(start_high)
-        if low.shape != (2,) or high.shape != (2,) or not bool((low <= high).all()):
-            raise ValueError(f"start_low={start_low} and start_high={start_high} must be (x, v) with low <= high")
-        steps = torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64)
+        low, high = (torch.as_tensor(corner, device="cpu") for corner in (start_low, start_high))
+        if low.shape != (2,) or high.shape != (2,) or not bool((low <= high).all() & (high - low).isfinite().all()):
+            raise ValueError(
+                f"start_low={start_low} and start_high={start_high} must be finite (x, v) with low <= high"
+            )
+        steps = torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64, device="cpu")
         super().__init__(
             num_envs,
             state_dim=2,

@@ -60,8 +60,8 @@ class NoisyLinear(nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size < 1:
                 raise ValueError(f"{name} is {size}; it must be at least 1")
-        if not sigma_init >= 0:
-            raise ValueError(f"sigma_init is {sigma_init}; it must be >= 0 (0.5 is usual)")
+        if not 0 <= sigma_init < math.inf:
+            raise ValueError(f"sigma_init is {sigma_init}; it must be >= 0 and finite (0.5 is usual)")
         self.in_features, self.out_features = in_features, out_features
         self.sigma_init, self.factorised = sigma_init, factorised
         like = torch.empty(out_features, in_features, device=device, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -38,7 +39,9 @@ class RainbowNetwork(TensorDictModuleBase):
         dtype: their floating point type.
 
     Raises:
-        ValueError: for an empty or reversed support, fewer than 2 atoms or an unknown dueling mode.
+        ValueError: for a support that is empty, reversed or infinite, fewer than 2 atoms, no action, an unknown dueling
+            mode, or an observation of another size.
+        KeyError: for an input without the observation.
 
     Example:
         >>> import torch
@@ -69,11 +72,16 @@ class RainbowNetwork(TensorDictModuleBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        low, high = support
-        if not low < high:
-            raise ValueError(f"support is {tuple(support)}; give (vmin, vmax) with vmin < vmax")
+        if len(support) != 2 or not -math.inf < support[0] < support[1] < math.inf:
+            raise ValueError(f"support is {tuple(support)}; give finite (vmin, vmax) with vmin < vmax")
         if atoms < 2:
             raise ValueError(f"atoms is {atoms}; a categorical value needs at least 2")
+        if in_features < 1 or num_actions < 1:
+            raise ValueError(f"in_features is {in_features}, num_actions {num_actions}; both must be at least 1")
+        if isinstance(hidden, int):
+            raise ValueError(f"hidden is {hidden}; give the width of each layer, e.g. hidden=({hidden},)")
+        low, high = support
+        self.in_features = in_features
         self.in_keys, self.out_keys = [in_key], list(out_keys)
         self.num_actions, self.atoms = num_actions, atoms
         self.register_buffer("support", torch.linspace(low, high, atoms, device=device, dtype=dtype))
@@ -98,7 +106,19 @@ class RainbowNetwork(TensorDictModuleBase):
         return self.dueling(value, advantage)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        logits = self.logits(tensordict.get(self.in_keys[0]))
+        key = self.in_keys[0]
+        observation = tensordict.get(key, None)
+        if observation is None:
+            raise KeyError(
+                f"the observation {key!r} is missing; present: {sorted(map(str, tensordict.keys(True, True)))}"
+            )
+        if observation.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"the observation {key!r} has shape {list(observation.shape)}, the network takes "
+                f"`[*B, {self.in_features}]`: build it with the in_features that the observations have"
+            )
+        # Integers and other precisions (MuJoCo's float64) are taken in that of the network.
+        logits = self.logits(observation.to(self.support.dtype))
         tensordict.set(self.out_keys[0], logits)
         return tensordict.set(self.out_keys[1], logits.softmax(-1) @ self.support)
 

@@ -60,7 +60,7 @@ class Backup(ABC):
 
         Raises:
             KeyError: if a signal is missing; none has a default.
-            ValueError: if shapes disagree.
+            ValueError: if shapes disagree, or a signal is not floating-point.
         """
         check_broadcast("gamma", gamma, terminated.shape)
         read = {}
@@ -75,6 +75,11 @@ class Backup(ABC):
                 raise ValueError(
                     f"signal {name!r} has shape {list(read[name].shape)}, terminated {list(terminated.shape)}: "
                     "both must be `[*B, 1]`; add the trailing dimension with unsqueeze(-1)"
+                )
+            if not read[name].is_floating_point():
+                raise ValueError(
+                    f"signal {name!r} has dtype {read[name].dtype}: margins and rewards are floating-point numbers; "
+                    "convert it, e.g. with .float() (a flag is no margin: False would be 0, which is safe)"
                 )
         return ClampedAffine.constant(self.terminal(read)).where_else(terminated.bool(), self.running(read, gamma))
 
@@ -225,11 +230,20 @@ class DiscountedReturnBackup(Backup):
         return signals["reward"]
 
 
+def _as_tensor(x: Any, device: torch.device) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, bool | int | float):
+        # Not through numpy, which torch.compile cannot trace here, nor by `as_tensor`, which waits for an accelerator.
+        return torch.full((), x, dtype=torch.float64 if isinstance(x, float) else None, device=device)
+    # Copied, because torch takes neither read-only arrays nor negative strides.
+    return torch.as_tensor(np.array(x, order="C"), device=device)
+
+
 def _elementwise(backup: Backup, signals: Mapping[str, Any], v_next: Any, not_done: Any, gamma: Any) -> Any:
     inputs = [*signals.values(), v_next, not_done, gamma]
     device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
-    # Copied, because torch takes neither read-only arrays nor negative strides.
-    tensors = [x if isinstance(x, Tensor) else torch.as_tensor(np.array(x, order="C"), device=device) for x in inputs]
+    tensors = [_as_tensor(x, device) for x in inputs]
     if len({t.dim() for t in tensors} - {0}) > 1:
         raise ValueError(
             f"the inputs {[*signals, 'v_next', 'not_done', 'gamma']} have shapes {[list(t.shape) for t in tensors]}: "

@@ -16,13 +16,13 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
     Args:
         atoms: images of the atoms under a backup, `[*B, M]`, in the unit of the value.
         probs: their mass, `[*B, M]`, summing to 1.
-        support: the nodes, `[N]`, increasing and evenly spaced, `N >= 2`.
+        support: the nodes, `[N]`, or `[*B, N]` where rows differ; increasing and evenly spaced, `N >= 2`.
 
     Returns:
         The mass at each node, `[*B, N]`.
 
     Raises:
-        ValueError: if `atoms` and `probs` differ in shape, or the support has fewer than two nodes.
+        ValueError: if `atoms` and `probs` differ in shape, or the support fits neither shape or has one node.
 
     Example:
         >>> import torch
@@ -33,10 +33,13 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
     """
     if atoms.shape != probs.shape:
         raise ValueError(f"atoms {list(atoms.shape)} and probs {list(probs.shape)} must have the same shape `[*B, M]`")
-    nodes = support.numel()
-    if support.dim() != 1 or nodes < 2:
-        raise ValueError(f"support must be `[N]` with N >= 2 nodes, got shape {list(support.shape)}")
-    low, high = support[0], support[-1]
+    nodes = support.shape[-1] if support.dim() else 0
+    if nodes < 2 or support.shape[:-1] not in ((), atoms.shape[:-1]):
+        raise ValueError(
+            f"support must be `[N]` with N >= 2 nodes, or `[*B, N]` beside atoms {list(atoms.shape)}, "
+            f"got shape {list(support.shape)}"
+        )
+    low, high = support[..., :1], support[..., -1:]
     position = (torch.clamp(atoms, low, high) - low) * ((nodes - 1) / (high - low))
     position = position.clamp(0, nodes - 1)
     lower = position.floor().clamp(max=nodes - 2)

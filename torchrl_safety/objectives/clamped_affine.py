@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import tensorclass
 from torch import Tensor
@@ -48,15 +50,22 @@ def _narrow(parts: Parts, dim: int, start: int, length: int) -> Parts:
     return slope, offset, low, high
 
 
-def _documented_tensorclass(cls: type) -> type:
-    """`tensorclass`, which replaces the docstring of the class by its signature, with the docstring kept."""
+def _own_tensorclass(cls: type) -> type:
+    """`tensorclass` with the docstring of the class kept and with arguments by position also under `torch.compile`."""
     doc = cls.__doc__
     made = tensorclass(cls)
     made.__doc__ = doc
+    by_keyword = made.__init__
+
+    def __init__(self: Any, slope: Tensor, offset: Tensor, low: Tensor, high: Tensor, **settings: Any) -> None:
+        by_keyword(self, slope=slope, offset=offset, low=low, high=high, **settings)
+
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    made.__init__ = __init__
     return made
 
 
-@_documented_tensorclass
+@_own_tensorclass
 class ClampedAffine:
     r"""A monotone map :math:`F(v) = \mathrm{clamp}(a v + b,\; low,\; high)` with slope :math:`a \ge 0`.
 
@@ -91,9 +100,7 @@ class ClampedAffine:
     @classmethod
     def of(cls, parts: Parts) -> ClampedAffine:
         """The map with these `(slope, offset, low, high)`."""
-        slope, offset, low, high = parts
-        # Keywords, because dynamo cannot trace a tensorclass built from positions; mypy does not see its fields.
-        return cls(slope=slope, offset=offset, low=low, high=high)  # type: ignore[call-arg]
+        return cls(*parts)  # type: ignore[call-arg]  # mypy does not see the fields of a tensorclass
 
     @classmethod
     def constant(cls, value: Tensor) -> ClampedAffine:

@@ -16,7 +16,7 @@ from torchrl_safety.objectives.backups import Backup, DiscountedReturnBackup
 from torchrl_safety.objectives.categorical import project_categorical
 from torchrl_safety.objectives.clamped_affine import ClampedAffine
 from torchrl_safety.objectives.returns import skip_invalid
-from torchrl_safety.objectives.signals import next_key, read, read_steps, steps_key
+from torchrl_safety.objectives.signals import next_key, read, read_steps, refuse_unless, steps_key
 
 _NETWORK_REMEDY = (
     "Give the loss a network that writes it (RainbowNetwork does), or name its key with loss.set_keys(...)"
@@ -25,6 +25,12 @@ _NETWORK_REMEDY = (
 _INPUT_REMEDY = (
     "It is an input of the network; n-step windows hold it below 'steps' if the NStepTransform has it among its signals"
 )
+
+_LOSS_FAULT = (
+    "the loss is NaN or inf, because the network's output is; check the observations, lower the learning rate or clip "
+    "the gradient"
+)
+
 Place = Callable[[NestedKey], NestedKey]
 
 
@@ -50,7 +56,8 @@ class CategoricalDQNLoss(LossModule):
         support: the atoms `[N]`; the network's ``support`` buffer if absent.
 
     Raises:
-        ValueError: for an unknown option, no support, or a margin that is NaN or infinite.
+        ValueError: for an unknown option, no support, an empty batch, an action that is no index, a discount out of
+            range, or a margin or loss that is NaN or infinite.
         KeyError: when a batch lacks a key; there are no defaults.
 
     Example:
@@ -111,6 +118,8 @@ class CategoricalDQNLoss(LossModule):
         support: Tensor | None = None,
     ) -> None:
         super().__init__()
+        if backup is not None and not isinstance(backup, Backup):
+            raise ValueError(f"backup is {backup!r}; give an instance of a Backup, e.g. AvoidBackup()")
         _check_choice("n_step", n_step, ("last", "best"))
         _check_choice("priority", priority, ("kl", "cross_entropy"))
         _check_choice("reduction", reduction, ("mean", "sum", "none"))
@@ -120,7 +129,7 @@ class CategoricalDQNLoss(LossModule):
         self.double, self.n_step, self.priority, self.reduction = double, n_step, priority, reduction
         self.bootstrap_on_truncation = bootstrap_on_truncation
         # Double, because 1 - gamma is what counts near 1; a 0-d tensor does not promote the batch.
-        self.register_buffer("gamma", torch.tensor(gamma, dtype=torch.float64))
+        self.register_buffer("gamma", torch.tensor(gamma, dtype=torch.float64, device="cpu"))
         if support is None:
             found = [buffer for name, buffer in value_network.named_buffers() if name.split(".")[-1] == "support"]
             if len(found) != 1:
@@ -144,14 +153,19 @@ class CategoricalDQNLoss(LossModule):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         keys = self.tensor_keys
+        if self.reduction == "mean" and not tensordict.batch_size.numel():
+            raise ValueError(
+                f"the batch {list(tensordict.batch_size)} holds no transition, so its mean loss is undefined"
+            )
         with torch.no_grad():
             target, clipped = self.target_distribution(tensordict)
         source = self._network_input(tensordict, lambda key: key)
         logits = read(self._evaluate(self.value_network_params, source), keys.value_logits, _NETWORK_REMEDY)
         action = read(tensordict, keys.action, "Store the action index (a Categorical action) of each transition")
-        log_probs = _gather_action(logits, action).log_softmax(-1)
+        log_probs = _gather_action(logits, _action_index(logits, action)).log_softmax(-1)
         cross_entropy = -(target * log_probs).sum(-1)
         error = cross_entropy.detach()
+        refuse_unless(torch.isfinite(error).all(), _LOSS_FAULT)
         if self.priority == "kl":
             error = (error + torch.special.entr(target).sum(-1).neg()).clamp_min(0)
         tensordict.set(keys.priority, error.unsqueeze(-1))
@@ -163,6 +177,9 @@ class CategoricalDQNLoss(LossModule):
     def target_distribution(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """The projected target `[*B, N]` of each transition or window, and the share of mass beyond the support."""
         keys = self.tensor_keys
+        refuse_unless(
+            ((self.gamma >= 0) & (self.gamma <= 1)).all(), "loss.gamma lies outside [0, 1]; assign a discount"
+        )
         signals, ended, valid = read_steps(
             tensordict,
             self._signal_keys(),
@@ -193,6 +210,11 @@ class CategoricalDQNLoss(LossModule):
         chooser = self._evaluate(self.value_network_params, source) if self.double else evaluated
         values = read(chooser, self.tensor_keys.action_value, _NETWORK_REMEDY)
         logits = read(evaluated, self.tensor_keys.value_logits, _NETWORK_REMEDY)
+        if logits.shape[-1:] != self.support.shape:
+            raise ValueError(
+                f"the network's logits {list(logits.shape)} do not fit the support of {len(self.support)} atoms: give "
+                "the loss the support of its network"
+            )
         probs = _gather_action(logits, values.argmax(-1)).softmax(-1)
         # A constant map has one image under any distribution: what follows a terminal step may even be NaN.
         return torch.where(maps.slope == 0, 1 / probs.shape[-1], probs)
@@ -228,14 +250,22 @@ def _check_support(support: Tensor) -> Tensor:
     return support
 
 
-def _gather_action(logits: Tensor, action: Tensor) -> Tensor:
-    """The row of `logits` `[*B, A, N]` of an action index `[*B]` or `[*B, 1]`."""
-    if action.shape != logits.shape[:-2]:
-        if action.shape != (*logits.shape[:-2], 1):
-            raise ValueError(
-                f"actions of shape {list(action.shape)} do not index logits {list(logits.shape)}: give one index per "
-                "transition, `[*B]` or `[*B, 1]` (a Categorical action spec, not one-hot)"
-            )
-        action = action.squeeze(-1)
-    index = action.long()[..., None, None].expand(*action.shape, 1, logits.shape[-1])
-    return logits.gather(-2, index).squeeze(-2)
+def _action_index(logits: Tensor, action: Tensor) -> Tensor:
+    """`action`, an index of `logits` `[*B, A, N]` as `[*B]` or `[*B, 1]`, checked and without the last dimension."""
+    batch, actions = logits.shape[:-2], logits.shape[-2]
+    is_index = not (action.is_floating_point() or action.dtype == torch.bool)
+    if not is_index or (action.shape != batch and action.shape != (*batch, 1)):
+        raise ValueError(
+            f"actions of shape {list(action.shape)} and type {action.dtype} do not index logits {list(logits.shape)}: "
+            "give one integer per transition, `[*B]` or `[*B, 1]` (a Categorical action spec, not one-hot)"
+        )
+    refuse_unless(
+        ((action >= 0) & (action < actions)).all(),
+        f"an action lies outside 0..{actions - 1}: the network has {actions} actions; build it with those of the env",
+    )
+    return action.reshape(batch).long()
+
+
+def _gather_action(logits: Tensor, index: Tensor) -> Tensor:
+    """The row of `logits` `[*B, A, N]` of an action index `[*B]`."""
+    return logits.gather(-2, index[..., None, None].expand(*index.shape, 1, logits.shape[-1])).squeeze(-2)

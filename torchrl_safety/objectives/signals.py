@@ -22,16 +22,20 @@ def read(tensordict: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
     return value
 
 
-def check_finite(name: str, value: Tensor) -> None:
-    """Refuse NaN and infinities: a ValueError on the CPU, an asynchronous assert on accelerators and under compile."""
-    fault = (
-        f"the signal {name} holds NaN or inf; a margin or reward must be finite. Check the environment that wrote it"
-    )
-    finite = torch.isfinite(value).all()
-    if value.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(finite, fault)
-    elif not finite:
+def refuse_unless(holds: Tensor, fault: str) -> None:
+    """A ValueError on the CPU, an asynchronous assert on accelerators and under compile, unless the `[]` bool holds."""
+    if holds.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(holds, fault)
+    elif not holds:
         raise ValueError(fault)
+
+
+def check_finite(name: str, value: Tensor) -> None:
+    """Refuse NaN and infinities in a signal."""
+    refuse_unless(
+        torch.isfinite(value).all(),
+        f"the signal {name} holds NaN or inf; a margin or reward must be finite. Check the environment that wrote it",
+    )
 
 
 def _check_column(key: NestedKey, value: Tensor, other_key: NestedKey, other: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +37,14 @@ def make_checkpoint(**components: Any) -> Checkpoint:
 
 
 def rotation(run_folder: str | Path, *, keep_last: int = 2) -> CheckpointRotation:
-    """The newest `keep_last` checkpoints of a run, in its folder :data:`CHECKPOINTS`."""
-    return CheckpointRotation(Path(run_folder) / CHECKPOINTS, keep_last=keep_last)
+    """The newest `keep_last` checkpoints of a run, in its folder :data:`CHECKPOINTS`.
+
+    For the one process that runs it: what a killed process left half-written or half-removed is cleared away.
+    """
+    folder = Path(run_folder) / CHECKPOINTS
+    for leftover in (*folder.glob(".checkpoint-*.stage-*"), *folder.glob(".checkpoint-*.delete-*")):
+        shutil.rmtree(leftover)
+    return CheckpointRotation(folder, keep_last=keep_last)
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -49,7 +56,8 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path).expanduser()
     if Checkpoint.is_checkpoint(path):
         return path
-    if (path / CHECKPOINTS).is_dir() and (latest := rotation(path).latest()) is not None:
+    folder = path / CHECKPOINTS
+    if folder.is_dir() and (latest := CheckpointRotation(folder, keep_last=1).latest()) is not None:
         return latest
     raise FileNotFoundError(
         f"{str(path)!r} is no checkpoint: give the folder of a run (it holds {CHECKPOINTS!r}) or one checkpoint in it"

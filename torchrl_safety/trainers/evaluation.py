@@ -217,7 +217,13 @@ class ExactSetEvaluator:
         self.grid = torch.stack(torch.meshgrid(*self.axes, indexing="ij"), -1)
         self.exact = env.exact_value(self.grid)
         inside = self.grid[env.exact_value(self.grid / shrink) >= 0]
-        draws = torch.randint(len(inside), env.batch_size, generator=torch.Generator().manual_seed(seed))
+        if not len(inside):
+            raise ValueError(
+                f"no node of the grid lies in the exact set shrunk by shrink={shrink}, so no roll-out can start: take "
+                f"more nodes than grid={grid}"
+            )
+        source = torch.Generator().manual_seed(seed)
+        draws = torch.randint(len(inside), env.batch_size, generator=source, device="cpu")
         self.starts = inside[draws.to(inside.device)]
         safety = env.safety_margin(self.grid)
         self.signals = {"safety_margin": safety, "reward": env.reward(safety)}

@@ -38,7 +38,7 @@ class StepGamma:
         period: float = 0.2,
         gamma_end: float = 0.9999,
     ) -> None:
-        if total_frames < 1:
+        if not total_frames >= 1:
             raise ValueError(f"total_frames is {total_frames}; it must be at least 1")
         if not 0 <= gamma_start <= gamma_end <= 1:
             raise ValueError(
