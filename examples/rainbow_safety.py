@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,12 @@ from torchrl_safety.trainers import (
 
 BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
 ENVS = {"double_integrator": DoubleIntegratorEnv}
+KINDS = {
+    "true or false": (lambda value: isinstance(value, bool), "double noisy prioritized"),
+    "a whole number of at least 1": (lambda value: isinstance(value, int) and value >= 1, "frames threads batch_size"),
+    "a positive number": (lambda value: isinstance(value, int | float) and 0 < value < torch.inf, "lr.start lr.end"),
+}
+KEPT = "env problem seed num_envs n_steps buffer_size prioritized alpha noisy dueling atoms hidden"  # on a resume
 TABLE = {
     "iou": "IoU with the exact set",
     "false_safe": "false-safe rate",
@@ -82,11 +89,14 @@ def check(cfg: DictConfig) -> None:
     for option, choices in (("problem", BACKUPS), ("env", ENVS)):
         if cfg[option].name not in choices:
             raise ValueError(f"{option}.name is {cfg[option].name!r}; choose one of {list(choices)}")
-    for option in ("double", "noisy", "prioritized"):
-        if not isinstance(cfg[option], bool):
-            raise ValueError(f"{option} is {cfg[option]!r}; give true or false")
-    if torch.device(cfg.device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {cfg.device!r}, but PyTorch finds no CUDA device here; use device=cpu")
+    for kind, (fits, options) in KINDS.items():
+        for option in options.split():
+            if not fits(value := OmegaConf.select(cfg, option)):
+                raise ValueError(f"{option} is {value!r}; give {kind}")
+    try:
+        torch.zeros(1, device=cfg.device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {cfg.device!r}, which PyTorch cannot use here; use device=cpu") from error
     if cfg.batch_size > cfg.warmup_frames or cfg.warmup_frames > cfg.buffer_size:
         raise ValueError(
             f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}: need "
@@ -100,29 +110,28 @@ def resumed(cfg: DictConfig) -> tuple[DictConfig, Path, Path | None]:
     """The configuration, the folder and the checkpoint of this run; a resumed run keeps its own."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if cfg.resume is None:
-        if (folder / "config.yaml").exists():
-            raise ValueError(
-                f"{folder} already holds a run: continue it with resume={folder}, or choose another folder"
-            )
-        OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
         return cfg, folder, None
     if not any(folder.iterdir()):
         folder.rmdir()  # Hydra made it for a new run
-    saved = find_checkpoint(cfg.resume)
+    saved = find_checkpoint(str(cfg.resume)).resolve()
     folder = saved.parents[1]
-    overrides = [text for text in HydraConfig.get().overrides.task if not text.startswith("resume=")]
-    for text in overrides:
-        if text.split("=")[0] in ("env", "problem"):
-            raise ValueError(f"{text!r} beside resume=: a resumed run keeps its problem; leave it out")
-    stored = OmegaConf.load(folder / "config.yaml")
-    return OmegaConf.merge(stored, OmegaConf.from_dotlist(overrides)), folder, saved
+    stored, changes = OmegaConf.load(folder / "config.yaml"), []
+    for text in HydraConfig.get().overrides.task:
+        option = re.split("[.=]", text)[0]
+        if option in KEPT.split() and cfg[option] != stored[option]:
+            raise ValueError(f"{text!r} beside resume=: the run has {option}={stored[option]}; leave it out")
+        if option not in (*KEPT.split(), "resume"):
+            changes.append(text)
+    return OmegaConf.merge(stored, OmegaConf.from_dotlist(changes)), folder, saved
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="rainbow_safety")
 def main(cfg: DictConfig) -> None:
     try:
         run(*resumed(cfg))
-    except (ValueError, FileNotFoundError, CheckpointError) as error:
+    except CheckpointError as error:
+        sys.exit(f"error: {error}; give the options that the run has, or another checkpoint of {cfg.resume}")
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -137,7 +146,7 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         env.action_spec.space.n,
         support=tuple(cfg.problem.support),
         atoms=cfg.atoms,
-        hidden=list(cfg.hidden),
+        hidden=cfg.hidden,
         dueling=cfg.dueling,
         noisy=cfg.noisy,
         sigma_init=cfg.sigma_init,
@@ -197,9 +206,13 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         loss=loss, optimizer=optimizer, decay=decay, gamma=gamma, epsilon=epsilon, buffer=buffer, env=env,
         progress=progress,
     )  # fmt: skip
-    saves = rotation(folder)
     if saved is not None:
         checkpoint.load(saved, map_location=cfg.device)
+    elif (folder / "config.yaml").exists():
+        raise ValueError(f"{folder} already holds a run: continue it with resume={folder}, or choose another folder")
+    OmegaConf.save(cfg, folder / ".config.yaml", resolve=True)
+    (folder / ".config.yaml").replace(folder / "config.yaml")  # whole or not at all
+    saves = rotation(folder)
     started = time.perf_counter() - progress.seconds
     writer = SummaryWriter(folder, purge_step=progress.frames)
     bar = tqdm(total=cfg.frames, initial=progress.frames, unit="frame", unit_scale=True, dynamic_ncols=True)
@@ -248,6 +261,7 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 bar.close()
                 sys.exit(f"stopped after {progress.frames} frames; continue with resume={folder}")
     bar.close()
+    progress.seconds = time.perf_counter() - started
     finish(cfg, folder, progress, measure, measure(policy, best_value), writer)
 
 

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,7 +98,7 @@ def test_a_run_leaves_its_table_pictures_metrics_and_checkpoints(finished):
     events = EventAccumulator(str(finished)).Reload()
     assert "value_map" in events.Tags()["images"]
     assert [event.step for event in events.Scalars("iou")] == [2432, 4800, 7232, 9600]
-    assert "n_steps: 2" in (finished / "config.yaml").read_text()
+    assert "n_steps: 3" in (finished / "config.yaml").read_text()
 
 
 @pytest.mark.slow
@@ -135,6 +136,72 @@ def test_an_interrupted_run_is_saved_and_says_how_to_go_on(tmp_path):
     assert process.returncode == 1
     assert f"resume={folder}" in err
     assert list(folder.glob("checkpoints/checkpoint-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "kept"),
+    [
+        ("n_steps=4", "the run has n_steps="),
+        ("hidden=[16]", "the run has hidden=[32, 32]"),
+        ("problem=return", "the run has problem={'name': 'avoid'"),
+        ("env.dt=0.1", "the run has env={'name': 'double_integrator', 'dt': 0.05"),
+    ],
+)
+def test_a_resume_with_options_that_do_not_fit_is_refused_with_nothing_changed(finished, tmp_path, option, kept):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    code, _, err = run(tmp_path / "unused", f"resume={folder}", option)
+    assert code == 1
+    assert "Traceback" not in err
+    assert option in err
+    assert kept in err
+    assert (folder / "config.yaml").read_text() == (finished / "config.yaml").read_text()
+    assert differences(final_state(folder), final_state(finished)) == []
+
+
+@pytest.mark.slow
+def test_a_finished_run_can_be_shown_again_and_lengthened(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    newest = max(folder.glob("checkpoints/checkpoint-*"))
+    for path, options in ((folder, SHORT), (newest, ["frames=12800"]), (folder, ["problem=avoid", "seed=0"])):
+        code, _, err = run(tmp_path / "unused", f"resume={path}", *options)
+        assert code == 0, err
+        expected = 12800 if "frames: 12800" in (folder / "config.yaml").read_text() else 9600
+        assert json.loads((folder / "summary.json").read_text())["frames"] == expected
+    assert expected == 12800, "the longer budget is remembered"
+    old, new = (list(csv.DictReader((path / "metrics.csv").open())) for path in (finished, folder))
+    assert new[:4] == old
+    assert int(new[-1]["frames"]) == 12800
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_still_works(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    older, newest = sorted(folder.glob("checkpoints/checkpoint-*"))
+    payload = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
+    payload.write_bytes(payload.read_bytes()[:-1000])
+    code, _, err = run(tmp_path / "unused", f"resume={folder}")
+    assert code == 1
+    assert "Traceback" not in err
+    for word in ("'buffer'", "another checkpoint", str(folder)):
+        assert word in err
+    code, _, err = run(tmp_path / "unused", f"resume={older}")
+    assert code == 0, err
+    assert differences(final_state(folder), final_state(finished)) == []
+
+
+@pytest.mark.slow
+def test_a_folder_belongs_to_the_run_that_started_in_it_and_to_none_that_could_not(tmp_path):
+    folder = tmp_path / "run"
+    code, _, err = run(folder, *SHORT, "alpha=-1")
+    assert code == 1
+    assert "alpha must lie in" in err
+    assert run(folder, *SHORT)[0] == 0
+    state = final_state(folder)
+    code, _, err = run(folder, *SHORT, "seed=1")
+    assert code == 1
+    assert f"already holds a run: continue it with resume={folder}" in err
+    assert differences(final_state(folder), state) == []
 
 
 @pytest.mark.slow
@@ -179,6 +246,11 @@ def test_a_wrong_option_is_one_clear_complaint(tmp_path, options, words):
         ("noisy", "maybe", "noisy is 'maybe'; give true or false"),
         ("batch_size", 200_000, "batch_size=200000, .*buffer_size=128000"),
         ("frames", 10, "frames=10 is less than warmup_frames=2000"),
+        ("frames", 3000.5, "frames is 3000.5; give a whole number of at least 1"),
+        ("threads", 0, "threads is 0; give a whole number"),
+        ("lr.start", 0, "lr.start is 0; give a positive number"),
+        ("lr.end", "small", "lr.end is 'small'; give a positive number"),
+        ("device", "tpu", "device is 'tpu', which PyTorch cannot use here; use device=cpu"),
     ],
 )
 def test_a_value_that_cannot_be_right_is_one_line_with_the_remedy(example, option, value, words):

@@ -263,6 +263,16 @@ def test_a_gamma_that_would_enlarge_the_batch_is_refused(backup, names, shape):
         backup.step_map(signals, gamma=torch.zeros(shape), terminated=torch.zeros(3, 1, dtype=torch.bool))
 
 
+@every_backup
+@pytest.mark.parametrize("gamma", [-0.1, 99, float("nan")])
+def test_a_gamma_that_is_no_discount_is_refused(backup, names, gamma):
+    signals = {name: torch.zeros(3, 1) for name in names}
+    with pytest.raises(ValueError, match=rf"gamma is {gamma}: it must lie in \[0, 1\]"):
+        backup.step_map(signals, gamma=gamma, terminated=torch.zeros(3, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match=rf"gamma is {gamma}"):
+        backups.avoid_target(0.5, 0.5, 1, gamma)
+
+
 def test_every_backup_has_a_name_of_its_own_and_an_operator():
     assert [repr(backup) for backup, _ in BACKUPS] == list(OPERATORS)
 

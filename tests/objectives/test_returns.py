@@ -444,6 +444,19 @@ def test_a_lambda_that_would_enlarge_the_batch_is_refused(shape):
         lambda_return(maps_of_three_steps(), torch.zeros(2, 3, 1), lmbda=torch.zeros(shape))
 
 
+@pytest.mark.parametrize("lmbda", [-0.1, 1.1, float("nan")])
+def test_a_lambda_outside_the_unit_interval_is_refused(lmbda):
+    with pytest.raises(ValueError, match=rf"lmbda is {lmbda}: it must lie in \[0, 1\]"):
+        lambda_return(maps_of_three_steps(), torch.zeros(2, 3, 1), lmbda=lmbda)
+
+
+def test_values_that_are_whole_numbers_may_be_integers():
+    values = torch.tensor([1, -2, 3]).reshape(1, 3, 1).expand(2, 3, 1)
+    maps = maps_of_three_steps()
+    expected = lambda_return(maps, values.float(), lmbda=0.5)
+    assert torch.equal(lambda_return(maps, values, lmbda=0.5), expected)
+
+
 @pytest.mark.parametrize("shape", [(2,), (2, 3, 1), (3, 1), (1, 1)])
 def test_an_n_step_target_refuses_a_value_of_another_shape(shape):
     with pytest.raises(ValueError, match=r"does not fit a map of shape \[2, 1\].*unsqueeze\(-1\)"):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_safety.objectives.clamped_affine import ClampedAffine, check_broadcast
+from torchrl_safety.objectives.clamped_affine import ClampedAffine, check_factor
 
 AVOID = "avoid"
 REACH_AVOID = "reach-avoid"
@@ -60,9 +60,9 @@ class Backup(ABC):
 
         Raises:
             KeyError: if a signal is missing; none has a default.
-            ValueError: if shapes disagree, or a signal is not floating-point.
+            ValueError: if shapes disagree, a signal is not floating-point, or a number `gamma` lies outside [0, 1].
         """
-        check_broadcast("gamma", gamma, terminated.shape)
+        check_factor("gamma", gamma, terminated.shape)
         read = {}
         for name in self.signals:
             if name not in signals:
@@ -241,6 +241,8 @@ def _as_tensor(x: Any, device: torch.device) -> Tensor:
 
 
 def _elementwise(backup: Backup, signals: Mapping[str, Any], v_next: Any, not_done: Any, gamma: Any) -> Any:
+    if isinstance(gamma, int | float):
+        check_factor("gamma", gamma, torch.Size())
     inputs = [*signals.values(), v_next, not_done, gamma]
     device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
     tensors = [_as_tensor(x, device) for x in inputs]
@@ -275,7 +277,7 @@ def avoid_target(g: Any, v_next: Any, not_done: Any, gamma: Any) -> Any:
         A tensor if any input is one, else a numpy array.
 
     Raises:
-        ValueError: if the inputs that are no scalars differ in their number of dimensions.
+        ValueError: if the inputs that are no scalars differ in their number of dimensions, or `gamma` is no discount.
 
     Example:
         >>> from torchrl_safety.objectives import backups

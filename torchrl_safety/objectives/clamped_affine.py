@@ -33,9 +33,11 @@ def _compose(outer: Parts, inner: Parts) -> Parts:
     )
 
 
-def check_broadcast(name: str, value: float | Tensor, shape: torch.Size) -> None:
-    """Refuse a tensor that would enlarge `shape` when broadcast against it, as `[B]` does to `[B, 1]`."""
+def check_factor(name: str, value: float | Tensor, shape: torch.Size) -> None:
+    """Refuse a factor that is a number outside [0, 1], or a tensor that enlarges `shape`, as `[B]` does `[B, 1]`."""
     if not isinstance(value, Tensor):
+        if isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}: it must lie in [0, 1]")
         return
     fits = value.dim() <= len(shape) and all(a in (1, b) for a, b in zip(reversed(value.shape), reversed(shape)))
     if not fits:

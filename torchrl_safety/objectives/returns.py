@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_safety.objectives.clamped_affine import ClampedAffine, check_broadcast
+from torchrl_safety.objectives.clamped_affine import ClampedAffine, check_factor
 
 
 def _check_time(name: str, tensor: Tensor, step_map: ClampedAffine) -> None:
@@ -83,7 +83,7 @@ def lambda_return(
         :math:`G_t` for every step, `[*B, T, 1]`.
 
     Raises:
-        ValueError: if shapes disagree.
+        ValueError: if shapes disagree, or a number `lmbda` lies outside [0, 1].
 
     Example:
         >>> import torch
@@ -95,14 +95,14 @@ def lambda_return(
         tensor([-0.4249])
     """
     _check_time("next_value", next_value, step_map)
-    check_broadcast("lmbda", lmbda, step_map.slope.shape)
+    check_factor("lmbda", lmbda, step_map.slope.shape)
     length = next_value.shape[time_dim]
     last = torch.arange(length, device=next_value.device) == length - 1
     ends = last.reshape([length if i == time_dim % next_value.dim() else 1 for i in range(next_value.dim())])
     if done is not None:
         _check_time("done", done, step_map)
         ends = ends | done.bool()
-    infinite = torch.full_like(next_value, torch.inf)
+    infinite = torch.full_like(step_map.slope, torch.inf)  # the values may be integers
     mixing = ClampedAffine.of((torch.zeros_like(next_value) + lmbda, (1 - lmbda) * next_value, -infinite, infinite))
     constant = ClampedAffine.constant(step_map(next_value))
     maps = constant.where_else(ends, step_map.after(mixing))
