@@ -234,7 +234,7 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             buffer.extend(transition.select(*stored))
             progress.frames += cfg.num_envs
             loss.gamma = gamma.step(progress.frames)
-            if progress.frames >= cfg.warmup_frames:
+            if progress.frames >= cfg.warmup_frames and len(buffer) >= cfg.batch_size:
                 batch = buffer.sample()
                 reset_noise(loss)
                 losses = loss(batch)

@@ -1,6 +1,7 @@
 import copy
 import io
 import math
+import pickle
 import warnings
 
 import numpy as np
@@ -17,6 +18,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.samplers import prioritized as torchrl_prioritized
 
+from torchrl_safety.data import prioritized
 from torchrl_safety.data.prioritized import PrioritizedSampler
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
@@ -571,6 +573,33 @@ def test_nothing_waits_for_an_accelerator():
             sampler.update_priority(index, torch.rand(8, device="cuda"), storage=storage)
             sampler.update_priority(index, torch.rand(8, 1, device="cuda"), generation=info["priority_stamp"])
             sampler.update_priority(torch.zeros((), dtype=torch.long, device="cuda"), 1.0)
+
+
+@pytest.mark.parametrize("max_priority", ["ever", "buffer"])
+def test_the_tree_follows_its_storage_to_another_device(max_priority):
+    class Elsewhere:
+        device, ndim = "meta", 1
+
+        def __len__(self):
+            return 10
+
+    sampler = make(10, max_priority=max_priority).sampler
+    nothing = torch.zeros(0)
+    sampler.update_priority(nothing.long(), nothing, storage=Elsewhere())
+    assert {part.device.type for part in (sampler, sampler._highest, sampler._written_at)} == {"meta"}
+    assert (sampler._updated is None) == (max_priority == "ever")
+    assert sampler._updated is None or sampler._updated.device.type == "meta"
+    kept = PrioritizedSampler(10, device="cpu")
+    kept.update_priority(nothing.long(), nothing, storage=Elsewhere())
+    assert kept.device.type == "cpu"
+
+
+def test_a_sampler_is_not_handed_to_another_process(monkeypatch):
+    sampler = make(4).sampler
+    assert "alpha=0.6" in repr(pickle.loads(pickle.dumps(sampler)))
+    monkeypatch.setattr(prioritized, "get_spawning_popen", lambda: object())
+    with pytest.raises(RuntimeError, match="cannot be shared between processes"):
+        pickle.dumps(sampler)
 
 
 @pytest.mark.parametrize(

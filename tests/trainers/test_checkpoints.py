@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 
@@ -56,3 +58,17 @@ def test_what_a_killed_save_left_is_cleared_away_and_nothing_else(tmp_path):
     assert all(leftover.exists() for leftover in leftovers), "looking for a checkpoint removes nothing"
     rotation(tmp_path)
     assert {*whole.parent.iterdir()} == {whole, backup}
+
+
+def test_a_save_for_which_there_is_no_room_says_so_and_leaves_the_last_checkpoint(tmp_path):
+    saves, checkpoint = rotation(tmp_path), make_checkpoint(net=torch.nn.Linear(100, 100))
+    whole = saves.save(checkpoint, step=10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"checkpoint-000000000020.* could not be written; is the disk full\?"):
+            saves.save(checkpoint, step=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [*whole.parent.iterdir()] == [whole]
+    make_checkpoint(net=torch.nn.Linear(100, 100)).load(whole)

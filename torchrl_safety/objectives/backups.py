@@ -34,6 +34,22 @@ class Backup(ABC):
     r"""A problem: the signals it reads at the next state and the map of the next value that one step makes.
 
     Subclasses give :attr:`signals`, the map of a step that goes on, and the value of a step that ends.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.objectives import Backup, ClampedAffine
+        >>> class ShortestPath(Backup):  # 1 + v, and 1 for the last step
+        ...     signals = ("reward",)
+        ...
+        ...     def running(self, signals, gamma):
+        ...         one = torch.ones_like(signals["reward"])
+        ...         return ClampedAffine(one, one, -torch.inf * one, torch.inf * one)
+        ...
+        ...     def terminal(self, signals):
+        ...         return torch.ones_like(signals["reward"])
+        >>> going_on = torch.tensor([False])
+        >>> ShortestPath().step_map({"reward": torch.zeros(1)}, gamma=1.0, terminated=going_on)(torch.tensor([3.0]))
+        tensor([4.])
     """
 
     signals: tuple[str, ...]

@@ -15,11 +15,25 @@ CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
 
 
+class _TorchPayload(StateDictCheckpointAdapter):
+    """TorchRL's adapter for one `torch.save` file a component, with a failed write told as what it is."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+
+    def save(self, component: Any, path: Path, **options: Any) -> Any:
+        """Write the state of `component` below `path`."""
+        try:
+            return super().save(component, path, **options)
+        except RuntimeError as error:  # torch.save speaks of positions in a file
+            raise OSError(f"{path} could not be written; is the disk full? ({error})") from error
+
+
 def make_checkpoint(**components: Any) -> Checkpoint:
     """A TorchRL checkpoint of `components` (anything with a state_dict) and of the global random generators.
 
     Payloads are written with `torch.save` and load with ``weights_only=True``; a save is atomic, so a killed
-    run leaves either the old or the new checkpoint.
+    run leaves either the old or the new checkpoint. A save that fails raises an OSError and leaves the old one.
 
     Example:
         >>> import tempfile
@@ -32,7 +46,7 @@ def make_checkpoint(**components: Any) -> Checkpoint:
     """
     checkpoint = Checkpoint()
     for name, component in {**components, "rng": GlobalRNGState()}.items():
-        checkpoint.register(name, component, adapter=StateDictCheckpointAdapter("torch"))
+        checkpoint.register(name, component, adapter=_TorchPayload())
     return checkpoint
 
 
@@ -40,6 +54,16 @@ def rotation(run_folder: str | Path, *, keep_last: int = 2) -> CheckpointRotatio
     """The newest `keep_last` checkpoints of a run, in its folder :data:`CHECKPOINTS`.
 
     For the one process that runs it: what a killed process left half-written or half-removed is cleared away.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from torchrl_safety.trainers import find_checkpoint, make_checkpoint, rotation
+        >>> checkpoint = make_checkpoint(net=torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as run_folder:
+        ...     paths = [rotation(run_folder).save(checkpoint, step=step) for step in (10, 20, 30)]
+        ...     find_checkpoint(run_folder) == paths[-1], paths[0].exists()
+        (True, False)
     """
     folder = Path(run_folder) / CHECKPOINTS
     for leftover in (*folder.glob(".checkpoint-*.stage-*"), *folder.glob(".checkpoint-*.delete-*")):

@@ -82,7 +82,18 @@ def state_value(backup: Backup, signals: Mapping[str, Tensor], next_value: Tenso
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """`module` in evaluation mode without gradients; every submodule's own mode is put back."""
+    """`module` in evaluation mode without gradients; every submodule's own mode is put back.
+
+    Example:
+        >>> from torch import nn
+        >>> from torchrl_safety.trainers import evaluation_mode
+        >>> layer = nn.Dropout()
+        >>> with evaluation_mode(layer):
+        ...     print(layer.training)
+        False
+        >>> layer.training
+        True
+    """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
