@@ -1,6 +1,8 @@
-"""One CSV row per run, and a table of means and ranges per problem, from the `summary.json` of runs.
+"""One CSV row per run, and a table of means and ranges per set of options, from the `summary.json` of runs.
 
 python benchmarks/summarize_runs.py FOLDER [FOLDER ...] --csv docs/results/rainbow_safety.csv
+
+Runs are pooled when their options differ in nothing but the seed; a seed may occur once in a pool.
 """
 
 from __future__ import annotations
@@ -12,37 +14,52 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
+import yaml
+
 COLUMNS = ["problem", "seed", "iou", "false_safe", "false_unsafe", "safe_rate", "success_rate", "frames", "seconds"]
+SHOWN = [column for column in COLUMNS if column not in ("problem", "seed", "frames")]
+
+
+def options(file: Path) -> str:
+    """Everything that decides the outcome of a run, apart from its seed."""
+    config = yaml.safe_load((file.parent / "config.yaml").read_text())
+    return json.dumps({key: value for key, value in config.items() if key not in ("seed", "resume")}, sort_keys=True)
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Mean, least and greatest."""
+    return f"{mean(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})" if values else "-"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     files = sorted(file for folder in arguments.folders for file in folder.rglob("summary.json"))
     if not files:
         parser.error(f"no summary.json below {[str(folder) for folder in arguments.folders]}; name folders of runs")
-    runs = sorted((json.loads(file.read_text()) for file in files), key=lambda run: (run["problem"], run["seed"]))
+    pools: dict[str, dict[int, dict]] = defaultdict(dict)
+    for file in files:
+        summary, pool = json.loads(file.read_text()), pools[options(file)]
+        if summary["seed"] in pool:
+            parser.error(f"{file.parent} repeats seed {summary['seed']} of a run with the same options; leave out one")
+        pool[summary["seed"]] = summary
+    runs = sorted((run for pool in pools.values() for run in pool.values()), key=lambda r: (r["problem"], r["seed"]))
     if arguments.csv is not None:
         arguments.csv.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.csv.open("w", newline="") as file:
-            table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        with arguments.csv.open("w", newline="") as target:
+            table = csv.DictWriter(target, COLUMNS, extrasaction="ignore")
             table.writeheader()
             table.writerows(runs)
-    by_problem = defaultdict(list)
-    for run in runs:
-        by_problem[run["problem"]].append(run)
-    shown = [column for column in COLUMNS[2:] if column != "frames"]
-    print("| " + " | ".join(["problem", "seeds", "frames", *shown]) + " |")
-    print("|---" * (len(shown) + 3) + "|")
-    for problem, group in by_problem.items():
-        cells = [problem, str(len(group)), f"{group[0]['frames']:,}"]
-        for column in shown:
-            values = [run[column] for run in group if run[column] is not None]
-            digits = 1 if column == "seconds" else 4
-            spread = f"{mean(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})" if values else "-"
-            cells.append(spread)
+    print("| " + " | ".join(["problem", "seeds", "frames", *SHOWN]) + " |")
+    print("|---" * (len(SHOWN) + 3) + "|")
+    for pool in pools.values():
+        first = next(iter(pool.values()))
+        cells = [first["problem"], ",".join(map(str, sorted(pool))), f"{first['frames']:,}"]
+        for column in SHOWN:
+            values = [run[column] for run in pool.values() if run[column] is not None]
+            cells.append(spread(values, 1 if column == "seconds" else 4))
         print("| " + " | ".join(cells) + " |")
 
 

@@ -46,10 +46,18 @@ from torchrl_safety.trainers import (
 
 BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
 ENVS = {"double_integrator": DoubleIntegratorEnv}
+WHOLE = "frames threads batch_size n_steps atoms num_envs buffer_size warmup_frames grid rollouts rollout_steps"
 KINDS = {
     "true or false": (lambda value: isinstance(value, bool), "double noisy prioritized"),
-    "a whole number of at least 1": (lambda value: isinstance(value, int) and value >= 1, "frames threads batch_size"),
-    "a positive number": (lambda value: isinstance(value, int | float) and 0 < value < torch.inf, "lr.start lr.end"),
+    "a whole number of at least 1": (lambda value: isinstance(value, int) and value >= 1, WHOLE),
+    "a positive number": (
+        lambda value: isinstance(value, int | float) and 0 < value < torch.inf,
+        "lr.start lr.end tau max_grad_norm",
+    ),
+    "a number in [0, 1]": (
+        lambda value: isinstance(value, int | float) and 0 <= value <= 1,
+        "epsilon.start epsilon.end beta",
+    ),
 }
 KEPT = "env problem seed num_envs n_steps buffer_size prioritized alpha noisy dueling atoms hidden"  # on a resume
 TABLE = {
@@ -106,13 +114,18 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(f"frames={cfg.frames} is less than warmup_frames={cfg.warmup_frames}; raise frames")
 
 
+def remove_if_empty(folder: Path) -> None:
+    """Hydra makes a folder for every start; one that nothing was written to is taken away."""
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def resumed(cfg: DictConfig) -> tuple[DictConfig, Path, Path | None]:
     """The configuration, the folder and the checkpoint of this run; a resumed run keeps its own."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if cfg.resume is None:
         return cfg, folder, None
-    if not any(folder.iterdir()):
-        folder.rmdir()  # Hydra made it for a new run
+    remove_if_empty(folder)
     saved = find_checkpoint(str(cfg.resume)).resolve()
     folder = saved.parents[1]
     stored, changes = OmegaConf.load(folder / "config.yaml"), []
@@ -130,9 +143,13 @@ def main(cfg: DictConfig) -> None:
     try:
         run(*resumed(cfg))
     except CheckpointError as error:
-        sys.exit(f"error: {error}; give the options that the run has, or another checkpoint of {cfg.resume}")
+        fault = f"{error}; give the options that the run has, or another checkpoint of {cfg.resume}"
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        fault = str(error)
+    else:
+        return
+    remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
+    sys.exit(f"error: {fault}")
 
 
 def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
@@ -259,7 +276,8 @@ def run(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 saves.save(checkpoint, step=progress.frames)
             if interrupted:
                 bar.close()
-                sys.exit(f"stopped after {progress.frames} frames; continue with resume={folder}")
+                print(f"stopped after {progress.frames} frames; continue with resume={folder}", file=sys.stderr)
+                sys.exit(130)
     bar.close()
     progress.seconds = time.perf_counter() - started
     finish(cfg, folder, progress, measure, measure(policy, best_value), writer)

@@ -133,7 +133,7 @@ def test_an_interrupted_run_is_saved_and_says_how_to_go_on(tmp_path):
     time.sleep(3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert f"resume={folder}" in err
     assert list(folder.glob("checkpoints/checkpoint-*"))
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.data import Categorical
+from torchrl.data import Categorical, OneHot
 
 from torchrl_safety.modules import NoisyLinear, RainbowNetwork, greedy_policy, reset_noise
 
@@ -202,3 +202,15 @@ def test_a_wrapped_network_makes_a_policy_too():
     x = torch.rand(5, 2)
     expected = network(TensorDict({"observation": x / 2}, [5]))["action_value"].argmax(-1)
     assert torch.equal(policy(TensorDict({"pixels": x}, [5]))["action"], expected)
+
+
+def test_a_policy_of_indices_refuses_a_one_hot_environment():
+    network = RainbowNetwork(2, 3, support=(-1.0, 1.0))
+    with pytest.raises(ValueError, match=r"OneHot.*categorical_action_encoding=True"):
+        greedy_policy(network, spec=OneHot(3))
+    assert "action" in greedy_policy(network, spec=Categorical(3)).out_keys
+
+
+def test_a_network_that_names_no_values_is_refused():
+    with pytest.raises(ValueError, match=r"Linear without out_keys.*TensorDictModule"):
+        greedy_policy(torch.nn.Linear(2, 3))

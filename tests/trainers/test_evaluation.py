@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.envs import RenameTransform, TransformedEnv
 
 from torchrl_safety.envs import DoubleIntegratorEnv
 from torchrl_safety.modules import NoisyLinear
@@ -144,3 +145,16 @@ def test_an_evaluator_lives_where_its_environment_does():
         env = DoubleIntegratorEnv(2, device="cpu")
         evaluator = ExactSetEvaluator(env, AvoidBackup(), half_size=(1.2, 2.2), grid=11)
     assert env.exact_safe(evaluator.starts).all()
+
+
+def test_margins_may_stand_under_other_keys_and_a_missing_one_is_named():
+    starts = torch.tensor([[0.0, 0.0], [0.0, 1.5]])
+    env = DoubleIntegratorEnv(2)
+    expected = evaluate(env, constant_control(1), starts=starts, max_steps=50).safe_rate
+    renamed = TransformedEnv(env, RenameTransform(["safety_margin"], ["margin"]))
+    assert (
+        evaluate(renamed, constant_control(1), starts=starts, max_steps=50, safety_margin="margin").safe_rate
+        == expected
+    )
+    with pytest.raises(KeyError, match=r"safety_margin.*_reset and in _step"):
+        evaluate(renamed, constant_control(1), starts=starts, max_steps=1)

@@ -44,3 +44,9 @@ def test_curves_leave_out_rows_without_a_value():
     upper, lower = plot_curves(rows, ["a", "b"]).axes
     assert upper.lines[0].get_xydata().tolist() == [[1, 2], [3, 4]]
     assert lower.lines[0].get_xydata().tolist() == [[3, 5]]
+
+
+def test_a_value_that_does_not_fit_the_axes_is_refused():
+    axes, first, _ = plane()
+    with pytest.raises(ValueError, match=r"value has shape \[41\], the axes \[41, 41\]"):
+        plot_value_map(axes, first[0])

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
+from torchrl.data import Categorical, TensorSpec
 from torchrl.modules import QValueModule
 
 from torchrl_safety.modules.dueling import DuelingHead
@@ -123,7 +124,9 @@ class RainbowNetwork(TensorDictModuleBase):
         return tensordict.set(self.out_keys[1], logits.softmax(-1) @ self.support)
 
 
-def greedy_policy(network: TensorDictModuleBase, *, action_key: NestedKey = "action") -> TensorDictSequential:
+def greedy_policy(
+    network: TensorDictModuleBase, *, action_key: NestedKey = "action", spec: TensorSpec | None = None
+) -> TensorDictSequential:
     r"""The policy :math:`\arg\max_a Q(s, a)` of a value network.
 
     It writes one categorical action `[*B]`, an index; the first on ties.
@@ -131,6 +134,11 @@ def greedy_policy(network: TensorDictModuleBase, *, action_key: NestedKey = "act
     Args:
         network: writes the action values as its last out key, e.g. a :class:`RainbowNetwork`.
         action_key: where the action (int64 index) goes.
+        spec: the environment's action spec, to be checked: a one-hot environment would read an index as another
+            action, without a word.
+
+    Raises:
+        ValueError: if `spec` is not Categorical, or `network` names no out keys.
 
     Example:
         >>> import torch
@@ -140,6 +148,16 @@ def greedy_policy(network: TensorDictModuleBase, *, action_key: NestedKey = "act
         >>> policy(TensorDict({"observation": torch.zeros(5, 2)}, [5]))["action"].shape
         torch.Size([5])
     """
+    if spec is not None and not isinstance(spec, Categorical):
+        raise ValueError(
+            f"the action spec is {type(spec).__name__}, the policy writes an index: build the environment with "
+            "Categorical actions, e.g. GymEnv(..., categorical_action_encoding=True)"
+        )
+    if not getattr(network, "out_keys", None):
+        raise ValueError(
+            f"the network is a {type(network).__name__} without out_keys: wrap it in a TensorDictModule that "
+            "writes the action values last"
+        )
     value_key = network.out_keys[-1]
     argmax = QValueModule(
         action_space="categorical",

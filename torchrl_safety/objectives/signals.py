@@ -13,12 +13,19 @@ STEPS = "steps"
 """Where n-step windows keep the raw signals of their steps, `[*B, n, 1]`."""
 
 
+class MissingKeyError(KeyError):
+    """A KeyError that prints its message as it is, not as a quoted key."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def read(tensordict: TensorDictBase, key: NestedKey, remedy: str) -> Tensor:
     """The entry `key`, or a KeyError that names it, what is there and what to do."""
     value = tensordict.get(key, None)
     if value is None:
-        present = sorted(str(k) for k in tensordict.keys(True, True))
-        raise KeyError(f"the key {key!r} is missing; present: {present}. {remedy}")
+        present = ", ".join(sorted(map(repr, tensordict.keys(True, True))))
+        raise MissingKeyError(f"the key {key!r} is missing; present: {present}. {remedy}")
     return value
 
 
@@ -85,7 +92,7 @@ def read_steps(
     windows = STEPS in tensordict
     place = steps_key if windows else next_key
     remedy = (
-        "Give NStepTransform(signals=...) every signal that the backup reads"
+        "Give NStepTransform(signals=...) every signal that the backup reads, or name its key with loss.set_keys(...)"
         if windows
         else "Let the environment write it, or name its key with loss.set_keys(...)"
     )

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs import EnvBase
 
 from torchrl_safety.objectives.backups import Backup
+from torchrl_safety.objectives.signals import read
 
 
 class SetMetrics(NamedTuple):
@@ -116,7 +118,13 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    env: EnvBase, policy: Callable[[TensorDictBase], TensorDictBase], *, starts: Tensor, max_steps: int
+    env: EnvBase,
+    policy: Callable[[TensorDictBase], TensorDictBase],
+    *,
+    starts: Tensor,
+    max_steps: int,
+    safety_margin: NestedKey = "safety_margin",
+    target_margin: NestedKey = "target_margin",
 ) -> Evaluation:
     """Roll a policy out from given states and report how often it stays safe and reaches the target.
 
@@ -125,13 +133,17 @@ def evaluate(
     runs in evaluation mode, so that noisy layers use their means.
 
     Args:
-        env: a batched environment that resets to `"observation"`s given to it.
+        env: a batched environment that resets to `"observation"`s given to it, and writes its margins after a reset
+            and after a step.
         policy: writes the action.
         starts: first observations, `[N, ...]` with `N` the batch of the environment.
         max_steps: length of the roll-outs.
+        safety_margin: key of the safety margin `[N, 1]`, >= 0 outside the failure set.
+        target_margin: key of the target margin `[N, 1]`, >= 0 inside the target; success is None without it.
 
     Raises:
         ValueError: if `starts` does not fit the batch of the environment.
+        KeyError: if a reset or a step writes no safety margin.
 
     Example:
         >>> import torch
@@ -149,25 +161,32 @@ def evaluate(
         )
     module = policy if isinstance(policy, nn.Module) else nn.Module()
     with evaluation_mode(module):
-        return _roll_out(env, policy, starts, max_steps)
+        return _roll_out(env, policy, starts, max_steps, safety_margin, target_margin)
 
 
 def _roll_out(
-    env: EnvBase, policy: Callable[[TensorDictBase], TensorDictBase], starts: Tensor, max_steps: int
+    env: EnvBase,
+    policy: Callable[[TensorDictBase], TensorDictBase],
+    starts: Tensor,
+    max_steps: int,
+    safety_margin: NestedKey,
+    target_margin: NestedKey,
 ) -> Evaluation:
+    remedy = "Let the environment write it in _reset and in _step, or name its key with safety_margin=..."
     tensordict = env.reset(TensorDict({"observation": starts}, env.batch_size))
-    safe = tensordict["safety_margin"] >= 0
-    reached = safe & (tensordict["target_margin"] >= 0) if "target_margin" in tensordict else None
+    safe = read(tensordict, safety_margin, remedy) >= 0
+    target = tensordict.get(target_margin, None)
+    reached = None if target is None else safe & (target >= 0)
     over = torch.zeros_like(safe)
     states = [tensordict["observation"]]
     for _ in range(max_steps):
         after = env.step(policy(tensordict)).get("next")
-        safe = safe & (over | (after["safety_margin"] >= 0))
+        safe = safe & (over | (read(after, safety_margin, remedy) >= 0))
         if reached is not None:
-            reached = reached | (~over & safe & (after["target_margin"] >= 0))
+            reached = reached | (~over & safe & (after[target_margin] >= 0))
         states.append(torch.where(over, states[-1], after["observation"]))
         over = over | after["terminated"]
-        tensordict = after.exclude("reward")
+        tensordict = after
     success = None if reached is None else reached.float().mean().item()
     return Evaluation(safe.float().mean().item(), success, torch.stack(states, len(env.batch_size)))
 

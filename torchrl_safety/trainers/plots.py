@@ -43,15 +43,23 @@ def plot_value_map(
         >>> plot_value_map((x, x), 0.5 - x[:, None].abs() - x.abs()).axes[0].get_xlabel()
         'x'
     """
+    from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    shape = [len(axis) for axis in axes]
+    for name, tensor in (("value", value), ("exact", exact)):
+        if tensor is not None and list(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, the axes {shape}: give `[n, m]`, first axis first"
+            )
     figure = Figure(figsize=(7, 5), layout="constrained")
     plot = figure.subplots()
     first, second = (axis.detach().cpu().numpy() for axis in axes)
     values = value.detach().cpu().numpy().T
-    span = max(float(np.abs(values - level).max()), 1e-12)
-    mesh = plot.pcolormesh(first, second, values, cmap="RdBu", vmin=level - span, vmax=level + span, shading="nearest")
+    # White at the level, and either side of it uses the whole range of its colour.
+    norm = TwoSlopeNorm(level, min(values.min(), level - 1e-6), max(values.max(), level + 1e-6))
+    mesh = plot.pcolormesh(first, second, values, cmap="RdBu", norm=norm, shading="nearest")
     figure.colorbar(mesh, ax=plot, label="learned value")
     legend = [_contour(plot, first, second, values, level, "black", "solid", "learned set")]
     if exact is not None:
@@ -61,7 +69,7 @@ def plot_value_map(
         for path in states.detach().cpu().numpy():
             plot.plot(path[:, 0], path[:, 1], color="dimgray", linewidth=0.8)
             plot.plot(*path[0], marker="o", markersize=3, color="dimgray")
-        legend.append(Line2D([], [], color="dimgray", marker="o", markersize=3, label="roll-outs"))
+        legend.append(Line2D([], [], color="dimgray", marker="o", markersize=3, label="roll-outs from their starts"))
     plot.set(xlabel=labels[0], ylabel=labels[1], title=title)
     plot.set_xlim(first[0], first[-1])
     plot.set_ylim(second[0], second[-1])
