@@ -18,7 +18,7 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import TensorDictSequential
 from torch.utils.tensorboard import SummaryWriter
 from torchrl.checkpoint import CheckpointError
@@ -34,9 +34,11 @@ from torchrl_safety.modules import RainbowNetwork, greedy_policy, reset_noise
 from torchrl_safety.objectives import AvoidBackup, CategoricalDQNLoss, DiscountedReturnBackup, ReachAvoidBackup
 from torchrl_safety.trainers import (
     ExactSetEvaluator,
+    Progress,
     SetEvaluation,
     StepGamma,
     catch_interrupt,
+    check_options,
     find_checkpoint,
     make_checkpoint,
     plot_curves,
@@ -46,19 +48,6 @@ from torchrl_safety.trainers import (
 
 BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
 ENVS = {"double_integrator": DoubleIntegratorEnv}
-WHOLE = "frames threads batch_size n_steps atoms num_envs buffer_size warmup_frames grid rollouts rollout_steps"
-KINDS = {
-    "true or false": (lambda value: isinstance(value, bool), "double noisy prioritized"),
-    "a whole number of at least 1": (lambda value: isinstance(value, int) and value >= 1, WHOLE),
-    "a positive number": (
-        lambda value: isinstance(value, int | float) and 0 < value < torch.inf,
-        "lr.start lr.end tau max_grad_norm",
-    ),
-    "a number in [0, 1]": (
-        lambda value: isinstance(value, int | float) and 0 <= value <= 1,
-        "epsilon.start epsilon.end beta",
-    ),
-}
 KEPT = "env problem seed num_envs n_steps buffer_size prioritized alpha noisy dueling atoms hidden"  # on a resume
 TABLE = {
     "iou": "IoU with the exact set",
@@ -77,30 +66,17 @@ def make_env(cfg: DictConfig, num_envs: int, seed: int, **settings) -> DoubleInt
     return ENVS[cfg.env.name](num_envs, problem=problem, seed=seed, device=cfg.device, **settings)
 
 
-class Progress:
-    """How far a run has come: what a checkpoint must know besides the parts of the learner."""
-
-    def __init__(self, state: TensorDictBase) -> None:
-        self.state = state
-        self.frames, self.updates, self.seconds = 0, 0, 0.0
-        self.rows: list[dict[str, float | None]] = []
-
-    def state_dict(self) -> dict:
-        return {**vars(self), "state": self.state.to_dict()}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        state = self.state.empty().update(state_dict["state"])
-        vars(self).update({**state_dict, "state": state})
-
-
 def check(cfg: DictConfig) -> None:
     for option, choices in (("problem", BACKUPS), ("env", ENVS)):
         if cfg[option].name not in choices:
             raise ValueError(f"{option}.name is {cfg[option].name!r}; choose one of {list(choices)}")
-    for kind, (fits, options) in KINDS.items():
-        for option in options.split():
-            if not fits(value := OmegaConf.select(cfg, option)):
-                raise ValueError(f"{option} is {value!r}; give {kind}")
+    check_options(
+        cfg,
+        flags="double noisy prioritized",
+        whole="frames threads batch_size n_steps atoms num_envs buffer_size warmup_frames grid rollouts rollout_steps",
+        positive="lr.start lr.end tau max_grad_norm",
+        shares="epsilon.start epsilon.end beta",
+    )
     try:
         torch.zeros(1, device=cfg.device).item()
     except (RuntimeError, AssertionError) as error:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tensordict import TensorDictBase
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState, StateDictCheckpointAdapter
 
 CHECKPOINTS = "checkpoints"
@@ -119,3 +120,34 @@ def catch_interrupt() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Progress:
+    """How far a run has come: what a checkpoint must know besides the parts of the learner.
+
+    Args:
+        state: the environment's tensordict from which the next step starts.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_safety.trainers import Progress
+        >>> progress, resumed = (Progress(TensorDict({"observation": [float(i)]})) for i in range(2))
+        >>> progress.frames = 64
+        >>> resumed.load_state_dict(progress.state_dict())
+        >>> resumed.frames, resumed.state["observation"]
+        (64, tensor([0.]))
+    """
+
+    def __init__(self, state: TensorDictBase) -> None:
+        self.state = state
+        self.frames, self.updates, self.seconds = 0, 0, 0.0
+        self.rows: list[dict[str, float | None]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, the state among them."""
+        return {**vars(self), "state": self.state.to_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved progress."""
+        state = self.state.empty().update(state_dict["state"])
+        vars(self).update({**state_dict, "state": state})
