@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from tensordict.nn import TensorDictSequential
@@ -304,4 +306,8 @@ def finish(cfg, folder: Path, progress: Progress, measure: ExactSetEvaluator, fo
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its complaint over instead of printing several lines
+    try:
+        main()
+    except HydraException as error:
+        sys.exit("error: " + " ".join(str(error).split("Config search path")[0].split()))

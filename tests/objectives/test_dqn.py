@@ -396,6 +396,8 @@ def test_a_target_updater_can_be_built_after_the_loss_has_run(updater):
     loss(transitions(16))
     updater(loss).step()
     loss(transitions(16))["loss"].backward()
+    assert all(parameter.grad is not None for parameter in loss.parameters())
+    assert not any(target.requires_grad for target in loss.target_value_network_params.values(True, True))
 
 
 def test_repeated_updates_bring_the_prediction_to_a_terminal_target():

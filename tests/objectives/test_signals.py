@@ -211,7 +211,8 @@ def test_a_support_that_is_not_evenly_spaced_and_increasing_is_refused(support):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ends", [(-1.0, 1.0), (-170.4, 0.697), (0.0, 1e-3), (-1e4, 1e4)])
 def test_rounding_of_a_support_is_no_fault(dtype, ends):
-    CategoricalDQNLoss(network(support=ends, atoms=51, dtype=dtype))
+    loss = CategoricalDQNLoss(network(support=ends, atoms=51, dtype=dtype))
+    assert torch.equal(loss.support, torch.linspace(*ends, 51, dtype=dtype))
 
 
 def test_a_network_that_does_not_write_what_is_read_is_named():
