@@ -11,18 +11,45 @@ from torchrl_safety.objectives.backups import (
 )
 from torchrl_safety.objectives.categorical import project_categorical
 from torchrl_safety.objectives.clamped_affine import ClampedAffine
-from torchrl_safety.objectives.dqn import CategoricalDQNLoss
+from torchrl_safety.objectives.dqn import CategoricalDQNLoss, ReachAvoidDQNLoss, SafetyDQNLoss
+from torchrl_safety.objectives.estimators import (
+    BackupEstimators,
+    NStepBackupEstimator,
+    TD0BackupEstimator,
+    TDLambdaBackupEstimator,
+)
+from torchrl_safety.objectives.ppo import ReachAvoidA2CLoss, ReachAvoidPPOLoss, SafetyA2CLoss, SafetyPPOLoss
 from torchrl_safety.objectives.returns import lambda_return, n_step_return
+from torchrl_safety.objectives.sac import (
+    DiscreteReachAvoidSACLoss,
+    DiscreteSafetySACLoss,
+    ReachAvoidSACLoss,
+    SafetySACLoss,
+)
 
 __all__ = [
     "AvoidBackup",
     "Backup",
+    "BackupEstimators",
     "CategoricalDQNLoss",
     "ClampedAffine",
     "DiscountedReturnBackup",
+    "DiscreteReachAvoidSACLoss",
+    "DiscreteSafetySACLoss",
     "LipschitzReachAvoidBackup",
+    "NStepBackupEstimator",
+    "ReachAvoidA2CLoss",
     "ReachAvoidBackup",
+    "ReachAvoidDQNLoss",
+    "ReachAvoidPPOLoss",
+    "ReachAvoidSACLoss",
     "ReachBackup",
+    "SafetyA2CLoss",
+    "SafetyDQNLoss",
+    "SafetyPPOLoss",
+    "SafetySACLoss",
+    "TD0BackupEstimator",
+    "TDLambdaBackupEstimator",
     "backups",
     "lambda_return",
     "n_step_return",

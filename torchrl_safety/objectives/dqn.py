@@ -1,9 +1,9 @@
-"""Value losses for discrete actions."""
+"""Value losses for discrete actions: the scalar and the categorical one, for any backup."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -11,19 +11,16 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import LossModule
+from torchrl.objectives.utils import distance_loss
 
+from torchrl_safety.objectives.backup_loss import BackupLoss, Place, network_input, reach_avoid
 from torchrl_safety.objectives.backups import Backup, DiscountedReturnBackup
 from torchrl_safety.objectives.categorical import project_categorical
 from torchrl_safety.objectives.clamped_affine import ClampedAffine
-from torchrl_safety.objectives.returns import skip_invalid
-from torchrl_safety.objectives.signals import next_key, read, read_steps, refuse_unless, steps_key
+from torchrl_safety.objectives.signals import check_choice, next_key, read, refuse_unless, steps_key
 
 _NETWORK_REMEDY = (
     "Give the loss a network that writes it (RainbowNetwork does), or name its key with loss.set_keys(...)"
-)
-
-_INPUT_REMEDY = (
-    "It is an input of the network; n-step windows hold it below 'steps' if the NStepTransform has it among its signals"
 )
 
 _LOSS_FAULT = (
@@ -31,10 +28,193 @@ _LOSS_FAULT = (
     "the gradient"
 )
 
-Place = Callable[[NestedKey], NestedKey]
+
+class _ActionValueLoss(BackupLoss, LossModule):
+    """Everything but the form of the value: [*B, A, N] with the N numbers that describe one action's value."""
+
+    @dataclass
+    class _AcceptedKeys:
+        """Keys that `set_keys` can rename; signals and flags stand below ``"next"`` or ``"steps"``."""
+
+        action: NestedKey = "action"
+        value_logits: NestedKey = "value_logits"
+        action_value: NestedKey = "action_value"
+        priority: NestedKey = "td_error"
+        priority_weight: NestedKey = "priority_weight"
+        safety_margin: NestedKey = "safety_margin"
+        target_margin: NestedKey = "target_margin"
+        reward: NestedKey = "reward"
+        terminated: NestedKey = "terminated"
+        done: NestedKey = "done"
+
+    tensor_keys: _AcceptedKeys
+    default_keys = _AcceptedKeys
+    value_network: TensorDictModuleBase
+    value_network_params: TensorDictParams
+    target_value_network_params: TensorDictParams
+
+    def __init__(
+        self,
+        value_network: TensorDictModuleBase,
+        *,
+        backup: Backup | None,
+        terminal_type: str | None,
+        double: bool,
+        reduction: str,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.double, self.reduction = double, check_choice("reduction", reduction, ("mean", "sum", "none"))
+        self.convert_to_functional(value_network, "value_network", create_target_params=True)
+        self._use_backup(backup, terminal_type, **settings)
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        keys = self.tensor_keys
+        after = [*self.value_network.in_keys, *self._signal_keys().values(), keys.terminated, keys.done]
+        return [*self.value_network.in_keys, keys.action, *(next_key(key) for key in after)]
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        keys = self.tensor_keys
+        if self.reduction == "mean" and not tensordict.batch_size.numel():
+            raise ValueError(
+                f"the batch {list(tensordict.batch_size)} holds no transition, so its mean loss is undefined"
+            )
+        with torch.no_grad():
+            target, report = self._target(tensordict)
+        found = self._form(self._evaluate(self.value_network_params, tensordict, _here))
+        action = read(tensordict, keys.action, "Store the action index (a Categorical action) of each transition")
+        loss, priority = self._distance(_gather_action(found, _action_index(found, action)), target)
+        refuse_unless(torch.isfinite(priority).all(), _LOSS_FAULT)
+        tensordict.set(keys.priority, priority.unsqueeze(-1))
+        weight = tensordict.get(keys.priority_weight, None)
+        if weight is not None:
+            loss = loss * weight.reshape(loss.shape)
+        return TensorDict({"loss": self._reduce_loss(loss, tensordict), **report})
+
+    def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """The target `[*B, N]`, and what to report beside the loss."""
+        raise NotImplementedError
+
+    def _form(self, evaluated: TensorDictBase) -> Tensor:
+        """The network's output `[*, A, N]` in which the value is learned."""
+        raise NotImplementedError
+
+    def _distance(self, found: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss `[*B]` of `[*B, N]` against its target, and the priority `[*B]`, which has no gradient."""
+        raise NotImplementedError
+
+    def _greedy_next(self, tensordict: TensorDictBase, place: Place) -> Tensor:
+        """The target network's output `[*, N]` for the greedy action in the states that `place` names."""
+        evaluated = self._evaluate(self.target_value_network_params, tensordict, place)
+        chooser = self._evaluate(self.value_network_params, tensordict, place) if self.double else evaluated
+        values = read(chooser, self.tensor_keys.action_value, _NETWORK_REMEDY)
+        return _gather_action(self._form(evaluated), values.argmax(-1))
+
+    def _evaluate(self, params: TensorDictParams, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
+        source = network_input(tensordict, self.value_network.in_keys, place)
+        # Otherwise the target parameters come back from the network as new ones that require gradients.
+        with params.to_module(self.value_network, preserve_module_state=False):
+            return self.value_network(source)
 
 
-class CategoricalDQNLoss(LossModule):
+class _ScalarDQN(_ActionValueLoss):
+    out_keys = ["loss"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        value_network: TensorDictModuleBase,
+        *,
+        backup: Backup | None = None,
+        terminal_type: str | None = None,
+        gamma: float = 0.99,
+        double: bool = True,
+        n_step: str = "last",
+        loss_function: str = "smooth_l1",
+        bootstrap_on_truncation: bool = False,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(
+            value_network,
+            backup=backup,
+            terminal_type=terminal_type,
+            double=double,
+            reduction=reduction,
+            n_step=n_step,
+            gamma=gamma,
+            bootstrap_on_truncation=bootstrap_on_truncation,
+        )
+        self.loss_function = check_choice("loss_function", loss_function, ("smooth_l1", "l2", "l1"))
+
+    def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._window_target(tensordict, lambda place: self._greedy_next(tensordict, place)), {}
+
+    def _form(self, evaluated: TensorDictBase) -> Tensor:
+        return read(evaluated, self.tensor_keys.action_value, _NETWORK_REMEDY).unsqueeze(-1)
+
+    def _distance(self, found: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        loss = distance_loss(found, target, loss_function=self.loss_function)
+        return loss.squeeze(-1), (found.detach() - target).abs().squeeze(-1)
+
+
+class SafetyDQNLoss(_ScalarDQN):
+    r"""Double DQN for the avoid problem, or with any other backup.
+
+    :math:`y = F(\bar Q(s', \arg\max_a Q(s', a)))`, :math:`F` the backup's map, composed over the steps of an n-step
+    window if the batch holds one; loss :math:`\frac1B \sum_i w_i\, \ell(Q(s_i, a_i) - y_i)`, :math:`w` the importance
+    weights of a prioritized batch. Priorities :math:`|Q - y|` go to ``"td_error"``.
+    Sources: van Hasselt et al. 2016; Fisac et al. 2019.
+
+    Args:
+        value_network: writes ``"action_value"`` `[*B, A]`, in the unit of the margin.
+        backup: the problem; :class:`AvoidBackup` by default.
+        terminal_type: ``"all"`` or ``"g"``, see :class:`ReachAvoidBackup`; without effect here.
+        gamma: discount; ``loss.gamma = 0.999`` moves it.
+        double: choose the next action with the online network, evaluate it with the target network.
+        n_step: for windows, ``"last"`` uses their end, ``"best"`` the largest of the 1..k-step targets (deterministic
+            dynamics only; needs the network's inputs among the transform's `signals`).
+        loss_function: :math:`\ell`: ``"smooth_l1"``, ``"l2"`` or ``"l1"``.
+        bootstrap_on_truncation: whether a truncated step continues into the next value; else it counts as terminal.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+
+    Raises:
+        ValueError: for an option out of range, an empty batch, an action that is no index, or a margin or loss that is
+            NaN or infinite.
+        KeyError: when a batch lacks a key; there are no defaults.
+
+    Example:
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.modules import MLP
+        >>> from torchrl_safety.envs import DoubleIntegratorEnv
+        >>> from torchrl_safety.objectives import SafetyDQNLoss
+        >>> net = MLP(in_features=2, out_features=3, num_cells=[8])
+        >>> loss = SafetyDQNLoss(TensorDictModule(net, ["observation"], ["action_value"]))
+        >>> loss(DoubleIntegratorEnv(4).rollout(3).reshape(-1))["loss"].shape
+        torch.Size([])
+    """
+
+
+class ReachAvoidDQNLoss(_ScalarDQN):
+    r"""Double DQN for the reach-avoid problem.
+
+    :class:`SafetyDQNLoss` with :class:`ReachAvoidBackup` as the default backup and nothing else changed.
+
+    Args:
+        value_network: see :class:`SafetyDQNLoss`, as for everything else.
+        terminal_type: the value of a terminal step is :math:`\min(l, g)` (``"all"``, the default) or :math:`g`
+            (``"g"``).
+
+    Example:
+        >>> from torchrl_safety.objectives import ReachAvoidDQNLoss
+        >>> ReachAvoidDQNLoss.default_backup("g")
+        ReachAvoidBackup(terminal_type='g')
+    """
+
+    default_backup = staticmethod(reach_avoid)
+
+
+class CategoricalDQNLoss(_ActionValueLoss):
     r"""Cross-entropy between the value distribution and its categorical target, for any backup (C51, Rainbow).
 
     Every atom :math:`z_j` of the next distribution is pushed through the backup's map, composed over the steps of an
@@ -78,30 +258,8 @@ class CategoricalDQNLoss(LossModule):
         torch.Size([])
     """
 
-    @dataclass
-    class _AcceptedKeys:
-        """Keys that `set_keys` can rename; signals and flags stand below ``"next"`` or ``"steps"``."""
-
-        action: NestedKey = "action"
-        value_logits: NestedKey = "value_logits"
-        action_value: NestedKey = "action_value"
-        priority: NestedKey = "td_error"
-        priority_weight: NestedKey = "priority_weight"
-        safety_margin: NestedKey = "safety_margin"
-        target_margin: NestedKey = "target_margin"
-        reward: NestedKey = "reward"
-        terminated: NestedKey = "terminated"
-        done: NestedKey = "done"
-
-    tensor_keys: _AcceptedKeys
-    default_keys = _AcceptedKeys
     out_keys = ["loss", "clipped_mass"]  # noqa: RUF012
-    _schedulable_buffers = frozenset({"gamma"})
-
-    value_network: TensorDictModuleBase
-    value_network_params: TensorDictParams
-    target_value_network_params: TensorDictParams
-    gamma: Tensor
+    default_backup = staticmethod(lambda _: DiscountedReturnBackup())
     support: Tensor
 
     def __init__(
@@ -117,77 +275,41 @@ class CategoricalDQNLoss(LossModule):
         reduction: str = "mean",
         support: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        if backup is not None and not isinstance(backup, Backup):
-            raise ValueError(f"backup is {backup!r}; give an instance of a Backup, e.g. AvoidBackup()")
-        _check_choice("n_step", n_step, ("last", "best"))
-        _check_choice("priority", priority, ("kl", "cross_entropy"))
-        _check_choice("reduction", reduction, ("mean", "sum", "none"))
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma is {gamma}; a discount lies in [0, 1]")
-        self.backup = DiscountedReturnBackup() if backup is None else backup
-        self.double, self.n_step, self.priority, self.reduction = double, n_step, priority, reduction
-        self.bootstrap_on_truncation = bootstrap_on_truncation
-        # Double, because 1 - gamma is what counts near 1; a 0-d tensor does not promote the batch.
-        self.register_buffer("gamma", torch.tensor(gamma, dtype=torch.float64, device="cpu"))
+        super().__init__(
+            value_network,
+            backup=backup,
+            terminal_type=None,
+            double=double,
+            reduction=reduction,
+            n_step=n_step,
+            gamma=gamma,
+            bootstrap_on_truncation=bootstrap_on_truncation,
+        )
+        self.priority = check_choice("priority", priority, ("kl", "cross_entropy"))
         if support is None:
             found = [buffer for name, buffer in value_network.named_buffers() if name.split(".")[-1] == "support"]
             if len(found) != 1:
                 raise ValueError(f"the network has {len(found)} buffers named 'support', not one; pass support=atoms")
             support = found[0]
         self.register_buffer("support", _check_support(support).detach().clone())
-        self.convert_to_functional(value_network, "value_network", create_target_params=True)
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        keys = self.tensor_keys
-        after = [*self.value_network.in_keys, *self._signal_keys().values(), keys.terminated, keys.done]
-        return [*self.value_network.in_keys, keys.action, *(next_key(key) for key in after)]
+    def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        target, clipped = self.target_distribution(tensordict)
+        return target, {"clipped_mass": clipped}
 
-    def _signal_keys(self) -> dict[str, NestedKey]:
-        return {name: getattr(self.tensor_keys, name) for name in self.backup.signals}
+    def _form(self, evaluated: TensorDictBase) -> Tensor:
+        return read(evaluated, self.tensor_keys.value_logits, _NETWORK_REMEDY)
 
-    def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
-        """There is no estimator beneath this loss: the backup is the estimator."""
-
-    @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        keys = self.tensor_keys
-        if self.reduction == "mean" and not tensordict.batch_size.numel():
-            raise ValueError(
-                f"the batch {list(tensordict.batch_size)} holds no transition, so its mean loss is undefined"
-            )
-        with torch.no_grad():
-            target, clipped = self.target_distribution(tensordict)
-        source = self._network_input(tensordict, lambda key: key)
-        logits = read(self._evaluate(self.value_network_params, source), keys.value_logits, _NETWORK_REMEDY)
-        action = read(tensordict, keys.action, "Store the action index (a Categorical action) of each transition")
-        log_probs = _gather_action(logits, _action_index(logits, action)).log_softmax(-1)
-        cross_entropy = -(target * log_probs).sum(-1)
+    def _distance(self, found: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        cross_entropy = -(target * found.log_softmax(-1)).sum(-1)
         error = cross_entropy.detach()
-        refuse_unless(torch.isfinite(error).all(), _LOSS_FAULT)
         if self.priority == "kl":
             error = (error + torch.special.entr(target).sum(-1).neg()).clamp_min(0)
-        tensordict.set(keys.priority, error.unsqueeze(-1))
-        weight = tensordict.get(keys.priority_weight, None)
-        if weight is not None:
-            cross_entropy = cross_entropy * weight.reshape(cross_entropy.shape)
-        return TensorDict({"loss": self._reduce_loss(cross_entropy, tensordict), "clipped_mass": clipped})
+        return cross_entropy, error
 
     def target_distribution(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """The projected target `[*B, N]` of each transition or window, and the share of mass beyond the support."""
-        keys = self.tensor_keys
-        refuse_unless(
-            ((self.gamma >= 0) & (self.gamma <= 1)).all(), "loss.gamma lies outside [0, 1]; assign a discount"
-        )
-        signals, ended, valid = read_steps(
-            tensordict,
-            self._signal_keys(),
-            terminated=keys.terminated,
-            done=keys.done,
-            bootstrap=self.bootstrap_on_truncation,
-        )
-        maps = skip_invalid(self.backup.step_map(signals, gamma=self.gamma, terminated=ended), valid)
+        maps, valid = self.value_estimator.step_maps(tensordict)
         if self.n_step == "best" and valid is not None:
             maps = maps.scan()
             probs = self._greedy_probs(tensordict, steps_key, maps)
@@ -205,33 +327,18 @@ class CategoricalDQNLoss(LossModule):
 
     def _greedy_probs(self, tensordict: TensorDictBase, place: Place, maps: ClampedAffine) -> Tensor:
         """The target network's distribution of the greedy action in the states that `place` holds."""
-        source = self._network_input(tensordict, place)
-        evaluated = self._evaluate(self.target_value_network_params, source)
-        chooser = self._evaluate(self.value_network_params, source) if self.double else evaluated
-        values = read(chooser, self.tensor_keys.action_value, _NETWORK_REMEDY)
-        logits = read(evaluated, self.tensor_keys.value_logits, _NETWORK_REMEDY)
+        logits = self._greedy_next(tensordict, place)
         if logits.shape[-1:] != self.support.shape:
             raise ValueError(
                 f"the network's logits {list(logits.shape)} do not fit the support of {len(self.support)} atoms: give "
                 "the loss the support of its network"
             )
-        probs = _gather_action(logits, values.argmax(-1)).softmax(-1)
         # A constant map has one image under any distribution: what follows a terminal step may even be NaN.
-        return torch.where(maps.slope == 0, 1 / probs.shape[-1], probs)
-
-    def _network_input(self, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
-        keys = self.value_network.in_keys
-        return TensorDict({key: read(tensordict, place(key), _INPUT_REMEDY) for key in keys}, tensordict.batch_size)
-
-    def _evaluate(self, params: TensorDictParams, source: TensorDictBase) -> TensorDictBase:
-        # Otherwise the target parameters come back from the network as new ones that require gradients.
-        with params.to_module(self.value_network, preserve_module_state=False):
-            return self.value_network(source.copy())
+        return torch.where(maps.slope == 0, 1 / logits.shape[-1], logits.softmax(-1))
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; choose one of {list(choices)}")
+def _here(key: NestedKey) -> NestedKey:
+    return key
 
 
 def _check_support(support: Tensor) -> Tensor:

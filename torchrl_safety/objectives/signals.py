@@ -37,6 +37,21 @@ def refuse_unless(holds: Tensor, fault: str) -> None:
         raise ValueError(fault)
 
 
+def check_number(name: str, value: float | Tensor, low: float, high: float) -> float:
+    """`value` as a number, refused outside [low, high]."""
+    number = float(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} is {number}; it must lie in [{low}, {high}]")
+    return number
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """`value`, refused unless it is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; choose one of {list(choices)}")
+    return value
+
+
 def check_finite(name: str, value: Tensor) -> None:
     """Refuse NaN and infinities in a signal."""
     refuse_unless(

@@ -1,0 +1,166 @@
+"""What every loss of this package shares: a backup, its estimator, the keys of its signals and the discount."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor
+from torchrl.objectives.utils import dispatch_value_estimator
+from torchrl.objectives.value import ValueEstimatorBase
+
+from torchrl_safety.objectives.backups import AvoidBackup, Backup, ReachAvoidBackup, check_terminal_type
+from torchrl_safety.objectives.estimators import BackupEstimator, BackupEstimators, NStepBackupEstimator
+from torchrl_safety.objectives.signals import (
+    STEPS,
+    check_choice,
+    check_number,
+    next_key,
+    read,
+    refuse_unless,
+    steps_key,
+)
+
+Place = Callable[[NestedKey], NestedKey]
+"""Where a key of a state stands in a batch: in the next state, or in the steps of a window."""
+
+N_STEP = ("last", "best")
+
+_INPUT_REMEDY = (
+    "It is an input of the network; n-step windows hold it below 'steps' if the NStepTransform has it among its signals"
+)
+
+
+def avoid(terminal_type: str) -> Backup:
+    """The avoid backup, whose terminal value is the safety margin under either type."""
+    check_terminal_type(terminal_type)
+    return AvoidBackup()
+
+
+def reach_avoid(terminal_type: str) -> Backup:
+    """The reach-avoid backup of this terminal type."""
+    return ReachAvoidBackup(terminal_type=terminal_type)
+
+
+def network_input(tensordict: TensorDictBase, keys: list[NestedKey], place: Place) -> TensorDict:
+    """The entries `keys` of the state that `place` names, under their own names."""
+    entries = {key: read(tensordict, place(key), _INPUT_REMEDY) for key in keys}
+    return TensorDict(entries, tensordict.batch_size)
+
+
+if TYPE_CHECKING:
+    from torchrl.objectives import LossModule as _Base
+else:
+    _Base = object
+
+
+class BackupLoss(_Base):
+    """Stands before one of TorchRL's losses and gives it a backup; not a loss by itself.
+
+    The estimator is the one home of the backup, the discount and `bootstrap_on_truncation`; `loss.gamma` reads and
+    sets its buffer.
+    """
+
+    SUPPORTED_VALUE_ESTIMATORS = tuple(BackupEstimators)
+    default_value_estimator: Any = BackupEstimators.BACKUP_NSTEP
+    default_backup: Callable[[str], Backup] = staticmethod(avoid)
+    n_step: str = "last"
+    _estimator_settings: dict[str, Any]
+
+    def _use_backup(
+        self, backup: Backup | None, terminal_type: str | None, *, n_step: str = "last", **settings: Any
+    ) -> None:
+        """Build the estimator, once the parent is built."""
+        if backup is not None and terminal_type is not None:
+            raise ValueError(
+                f"terminal_type is {terminal_type!r} beside backup={backup!r}; give it to the backup, or leave one out"
+            )
+        self.n_step = check_choice("n_step", n_step, N_STEP)
+        default = self.default_backup("all" if terminal_type is None else terminal_type)
+        self._estimator_settings = {"backup": default if backup is None else backup, **settings}
+        self.make_value_estimator()
+
+    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> BackupLoss:
+        """Another estimator, or other settings of it; what is not given stays as it is.
+
+        Args:
+            value_type: a member of :class:`BackupEstimators`, its name, or an estimator (class or instance).
+            **hyperparams: `gamma`, `lmbda`, `backup`, `bootstrap_on_truncation`, ...
+
+        Raises:
+            NotImplementedError: for an estimator that takes no backup.
+            ValueError: for settings out of range, or ``n_step="best"`` with an estimator that knows no windows.
+        """
+        if isinstance(value_type, ValueEstimatorBase):
+            self._value_estimator, self.value_type = value_type, type(value_type)
+        else:
+            self._estimator_settings.update(hyperparams)
+            settings = {"device": self._default_device, "value_network": None, **self._estimator_settings}
+            if getattr(self, "critic_network", None) is not None:
+                del settings["value_network"]  # the estimator finds the critic by itself
+            if isinstance(value_type, type):
+                builder: type[ValueEstimatorBase] = value_type
+                self._value_estimator, self.value_type = builder.for_loss(self, **settings), value_type
+            else:
+                wanted = self.default_value_estimator if value_type is None else value_type
+                dispatch_value_estimator(self, wanted, supported=self.SUPPORTED_VALUE_ESTIMATORS, **settings)
+        estimator = self._value_estimator
+        if not isinstance(estimator, BackupEstimator):
+            raise NotImplementedError(
+                f"the estimator {type(estimator).__name__} takes no backup; give one of {list(BackupEstimators)}"
+            )
+        if self.n_step == "best" and not isinstance(estimator, NStepBackupEstimator):
+            raise ValueError(
+                f"n_step is 'best', which {type(estimator).__name__} does not know; use n_step='last' or "
+                "NStepBackupEstimator"
+            )
+        self._forward_value_estimator_keys()
+        return self
+
+    @property
+    def backup(self) -> Backup:
+        """The problem."""
+        return self.value_estimator.backup
+
+    @property
+    def gamma(self) -> Tensor:
+        """The discount; assign a number or a tensor to it."""
+        if self._value_estimator is None:
+            raise AttributeError("gamma")
+        return self._value_estimator.gamma
+
+    @gamma.setter
+    def gamma(self, value: float | Tensor) -> None:
+        buffer = self.value_estimator.gamma
+        if isinstance(value, Tensor):
+            refuse_unless(((value >= 0) & (value <= 1)).all(), "gamma lies outside [0, 1]; assign a discount")
+            buffer.copy_(value)
+        else:
+            buffer.fill_(check_number("gamma", value, 0, 1))
+
+    def _forward_value_estimator_keys(self, **_: NestedKey) -> None:
+        estimator = self._value_estimator
+        if estimator is not None:
+            shared = {field.name for field in fields(estimator.default_keys)} & set(vars(self.tensor_keys))
+            estimator.set_keys(**{name: getattr(self.tensor_keys, name) for name in sorted(shared)})
+        self._in_keys = None
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        signals = [next_key(key) for key in self._signal_keys().values()]
+        reward = next_key(self.tensor_keys.reward)
+        inherited = [unravel_key(key) for key in super().in_keys]
+        return [key for key in inherited if key != reward and key not in signals] + signals
+
+    def _signal_keys(self) -> dict[str, NestedKey]:
+        return {name: getattr(self.tensor_keys, name) for name in self.backup.signals}
+
+    def _window_target(self, tensordict: TensorDictBase, value_at: Callable[[Place], Tensor]) -> Tensor:
+        """The target `[*B, 1]`; `value_at` gives the values of the states that a place names."""
+        estimator = self.value_estimator
+        if self.n_step == "best" and STEPS in tensordict:
+            return estimator.best_estimate(tensordict, value_at(steps_key))
+        return estimator.value_estimate(tensordict, next_value=value_at(next_key))
