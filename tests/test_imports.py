@@ -15,7 +15,7 @@ import torchrl_safety
 
 ROOT = Path(torchrl_safety.__file__).parent
 SIBLINGS = ("objectives", "data", "modules", "envs")
-LAYERS = (("clamped_affine",), ("backups",), ("returns", "categorical"), ("estimators",))
+LAYERS = (("clamped_affine",), ("backups",), ("returns", "categorical", "signals"), ("estimators",))
 """Of objectives, from the ground up; every other module there is a loss or a part of one and may import them all."""
 HEAVY = ("hydra", "matplotlib", "mujoco", "gymnasium")
 

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.data import Categorical, OneHot
 
-from torchrl_safety.modules import NoisyLinear, RainbowNetwork, greedy_policy, reset_noise
+from torchrl_safety.modules import AngleEncoding, NoisyLinear, RainbowNetwork, greedy_policy, reset_noise
 
 VARIANTS = [
     {"dueling": dueling, "noisy": noisy, "hidden": hidden}
@@ -156,6 +156,45 @@ def test_an_observation_of_another_type_is_taken_in_the_precision_of_the_network
     numbers = torch.tensor([[1.0, -2.0], [0.0, 3.0]])
     expected = network(TensorDict({"observation": numbers}, [2]))["action_value"]
     assert torch.equal(network(TensorDict({"observation": numbers.to(dtype)}, [2]))["action_value"], expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_an_encoder_is_applied_to_the_raw_observation_before_the_shared_layers(variant):
+    encoded = make(**variant, encoder=AngleEncoding(2, angles=(1,)))
+    torch.manual_seed(0)
+    plain = RainbowNetwork(3, 3, support=(-2.0, 0.0), atoms=11, **variant)
+    assert encoded.in_features == 2
+    assert encoded.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(encoded.state_dict())
+    batch = observe(5)
+    x, angle = batch["observation"].unbind(-1)
+    by_hand = TensorDict({"observation": torch.stack((x, angle.cos(), angle.sin()), -1)}, [5])
+    assert torch.equal(encoded(batch)["value_logits"], plain(by_hand)["value_logits"])
+    with pytest.raises(ValueError, match=r"\[5, 3\], the network takes `\[\*B, 2\]`"):
+        encoded(by_hand)
+
+
+def test_turning_once_around_changes_no_value_of_a_network_that_encodes_angles():
+    network = make(encoder=AngleEncoding(2, angles=(1,)), dtype=torch.float64)
+    batch = observe(5, dtype=torch.float64)
+    around = TensorDict({"observation": batch["observation"] + torch.tensor([0.0, math.tau])}, [5])
+    torch.testing.assert_close(network(around)["action_value"], network(batch)["action_value"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("width", [None, 0, 2.5])
+def test_an_encoder_that_does_not_say_its_width_is_refused(width):
+    encoder = nn.Identity()
+    if width is not None:
+        encoder.out_features = width
+    with pytest.raises(ValueError, match=rf"encoder is a Identity whose out_features is {width}"):
+        make(encoder=encoder)
+
+
+def test_the_parameters_of_an_encoder_are_those_of_the_network():
+    network = make(encoder=nn.Linear(2, 7))
+    network(observe(5))["action_value"].sum().backward()
+    assert network.encoder.weight.grad.abs().sum() > 0
+    assert {*network.encoder.parameters()} < {*network.parameters()}
 
 
 # --- the greedy policy ---

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from torchrl_safety.objectives import ClampedAffine
+from torchrl_safety.objectives import ClampedAffine, clamped_affine
 
 INF = math.inf
 FINITE = st.floats(-100, 100, allow_subnormal=False)
@@ -155,6 +155,98 @@ def test_a_scan_holds_every_fold(length, suffix):
         for t in range(length):
             part = rows[b][t:] if suffix else rows[b][: t + 1]
             assert partial[b, t].item() == pytest.approx(fold(part, value[b, t].item()), rel=1e-12, abs=1e-12)
+
+
+def by_doubling(maps, value):
+    last = ClampedAffine.of(maps).scan(0, suffix=True)
+    return last(value.expand_as(last.slope))
+
+
+WAYS = {"in turn": clamped_affine._in_turn, "in blocks": clamped_affine._in_blocks, "doubling": by_doubling}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@every_way
+@pytest.mark.parametrize("length", [*range(2, 41), 127])
+def test_every_way_to_walk_back_holds_every_fold(way, length):
+    rows = random_rows(length, seed=length, batch=2)
+    value = torch.randn(2, 1, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    results = way(stacked(rows, dim=0).parts, value)
+    assert results.shape == (length, 2, 1)
+    for b in range(2):
+        expected = value[b].item()
+        for t in reversed(range(length)):
+            expected = apply(rows[b][t], expected)
+            assert results[t, b].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@every_way
+@pytest.mark.parametrize("garbage", [math.nan, INF, -INF])
+@pytest.mark.parametrize("length", [13, 26, 27])
+def test_no_way_back_passes_a_constant(way, garbage, length):
+    for stop in range(length):
+        parts = torch.rand(4, length, 1, 1, generator=torch.Generator().manual_seed(stop), dtype=torch.float64)
+        clean, dirty = parts.clone(), parts.clone()
+        clean[3] = dirty[3] = INF
+        for maps in (clean, dirty):
+            maps[0, stop], maps[1:, stop] = 0, 0.5
+        dirty[1:, stop + 1 :] = garbage
+        expected = way(tuple(clean), column(1.0))[: stop + 1]
+        assert expected.isfinite().all()
+        assert torch.equal(way(tuple(dirty), column(garbage))[: stop + 1], expected)
+
+
+@every_way
+def test_a_nan_that_counts_is_seen_all_the_way_back(way):
+    rows = [[(0.9, 0.0, -INF, 1.0)] * 27]
+    assert way(stacked(rows, dim=0).parts, column(math.nan)).isnan().all()
+
+
+def test_every_way_back_has_the_same_gradients():
+    slope, offset, low, high = stacked(random_rows(27, seed=3), dim=0).parts
+    high = high + (low == high)  # equal bounds may share their gradient in any way
+    value = torch.randn(3, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (offset, low, high, value)]
+    weights = torch.randn(27, 3, 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def gradients(way):
+        return torch.autograd.grad((way((slope, *inputs[:3]), value) * weights).sum(), inputs)
+
+    expected = gradients(WAYS["in turn"])
+    for way in WAYS.values():
+        for one, other in zip(gradients(way), expected):
+            assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_slopes_are_finite_beside_infinite_bounds():
+    slope, *others = stacked(random_rows(27, seed=3, batch=1), dim=0).parts
+    value = torch.randn(1, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    slope.requires_grad_()
+    assert torch.autograd.gradcheck(lambda slope: clamped_affine.suffix_values((slope, *others), value), [slope])
+
+
+@pytest.mark.parametrize("ignored", [math.nan, INF, 3.0])
+def test_an_ignored_value_gets_no_gradient_and_spoils_none(ignored):
+    fields = [column(x).requires_grad_() for x in (0.0, 0.5, -INF, INF)]
+    value = column(ignored).requires_grad_()
+    gradients = torch.autograd.grad(ClampedAffine(*fields)(value), [*fields, value])
+    assert [gradient.item() for gradient in gradients] == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "way"),
+    [
+        (1, 1, "in turn"),
+        (16, 4096, "in turn"),
+        (128, 4096, "in turn"),
+        (1000, 1, "in blocks"),
+        (1000, 64, "in blocks"),
+        (2048, 16, "in blocks"),
+        (48, 1024, "in blocks"),
+    ],
+)
+def test_the_way_back_depends_on_the_shape_alone(length, width, way):
+    assert clamped_affine._fastest(length, width) is WAYS[way]
 
 
 @pytest.mark.parametrize("suffix", [False, True])

@@ -1,67 +1,270 @@
-"""Laws of set metrics, of reading a set off a critic, and of roll-outs."""
+"""Laws of episodes: what counts as safe and as success, where an episode ends, and what the rates are worth."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from fractions import Fraction
+
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.envs import RenameTransform, TransformedEnv
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import (
+    EnvBase,
+    ExplorationType,
+    GymWrapper,
+    RenameTransform,
+    SerialEnv,
+    TransformedEnv,
+    exploration_type,
+)
+from torchrl.modules import ProbabilisticActor, TanhNormal
 
 from torchrl_safety.envs import DoubleIntegratorEnv
 from torchrl_safety.modules import NoisyLinear
-from torchrl_safety.objectives import AvoidBackup, DiscountedReturnBackup, ReachAvoidBackup, ReachBackup
-from torchrl_safety.trainers import ExactSetEvaluator, evaluate, evaluation_mode, set_metrics, state_value
+from torchrl_safety.trainers import binomial_interval, evaluate, evaluation_mode
+
+RUNNING, TERMINATED, TRUNCATED = range(3)
 
 
-def test_set_metrics_equal_counting_state_by_state():
-    generator = torch.Generator().manual_seed(0)
-    predicted, exact = torch.rand(2, 7, 11, generator=generator) > 0.4
-    pairs = list(zip(predicted.flatten().tolist(), exact.flatten().tolist()))
-    both = sum(p and e for p, e in pairs)
-    metrics = set_metrics(predicted, exact)
-    assert metrics.iou == pytest.approx(both / sum(p or e for p, e in pairs))
-    assert metrics.false_safe == pytest.approx(sum(p and not e for p, e in pairs) / sum(not e for _, e in pairs))
-    assert metrics.false_unsafe == pytest.approx(sum(e and not p for p, e in pairs) / sum(e for _, e in pairs))
+class ScriptEnv(EnvBase):
+    """Plays written episodes: row `i` has the margins `g[i]`, `l[i]` `[T + 1]` and the ends `[T]`.
+
+    The state is the row and the time. A reset of its own begins the next row.
+    """
+
+    _supports_set_state = True
+
+    def __init__(self, g, l, ends, *, batch=(), target=True):  # noqa: E741
+        super().__init__(batch_size=batch)
+        self.g, self.l, self.ends, self.target, self.row = g, l, ends, target, 0
+        column = (*batch, 1)
+        margins = {"safety_margin": Unbounded(column)} | ({"target_margin": Unbounded(column)} if target else {})
+        self.observation_spec = Composite({"observation": Unbounded((*batch, 2)), **margins}, shape=batch)
+        self.state_spec = Composite({"observation": Unbounded((*batch, 2))}, shape=batch)
+        flags = {key: Categorical(2, shape=column, dtype=torch.bool) for key in ("done", "terminated", "truncated")}
+        self.full_done_spec = Composite(flags, shape=batch)
+        self.action_spec = Categorical(2, shape=batch)
+        self.reward_spec = Unbounded(column)
+
+    def _entries(self, state):
+        row, step = state.long().unbind(-1)
+        step = step.clamp(max=self.g.shape[1] - 1)
+        entries = {"observation": state, "safety_margin": self.g[row, step].unsqueeze(-1)}
+        if self.target:
+            entries["target_margin"] = self.l[row, step].unsqueeze(-1)
+        return entries
+
+    def _reset(self, tensordict=None, set_state=False, **_):
+        if set_state:
+            state = tensordict["observation"].clone()
+        else:
+            rows = torch.arange(self.row, self.row + self.numel()).reshape(self.batch_size) % len(self.g)
+            self.row += self.numel()
+            state = torch.stack([rows, torch.zeros_like(rows)], -1).float()
+        return TensorDict(self._entries(state), self.batch_size)
+
+    def _step(self, tensordict):
+        state = tensordict["observation"] + torch.tensor([0.0, 1.0])
+        row, step = state.long().unbind(-1)
+        end = self.ends[row, (step - 1).clamp(max=self.ends.shape[1] - 1)].unsqueeze(-1)
+        flags = {"terminated": end == TERMINATED, "truncated": end == TRUNCATED, "done": end != RUNNING}
+        return TensorDict(
+            {**self._entries(state), **flags, "reward": torch.zeros(*self.batch_size, 1)}, self.batch_size
+        )
+
+    def _set_seed(self, seed):
+        return seed
 
 
-def test_calling_everything_safe_misses_no_safe_state_and_every_unsafe_one():
-    exact = torch.tensor([True, False, False, False])
-    assert set_metrics(torch.ones(4, dtype=torch.bool), exact) == (0.25, 1.0, 0.0)
+def still(tensordict):
+    return tensordict.set("action", torch.zeros(tensordict.batch_size, dtype=torch.int64))
 
 
-def test_empty_sets_have_no_rate_to_speak_of():
-    nothing = torch.zeros(3, dtype=torch.bool)
-    assert set_metrics(nothing, nothing) == (1.0, 0.0, 0.0)
-    assert set_metrics(~nothing, ~nothing) == (1.0, 0.0, 0.0)
+def every_script(steps):
+    """Every episode of so many steps: the signs of both margins at all times, and every end at every place."""
+    signs = list(itertools.product([-1.0, 0.0], repeat=steps + 1))
+    rows = list(itertools.product(signs, signs, itertools.product(range(3), repeat=steps)))
+    return tuple(torch.tensor(column) for column in zip(*rows))
 
 
-@pytest.mark.parametrize(
-    ("predicted", "exact"),
-    [(torch.ones(3), torch.ones(3)), (torch.ones(3, dtype=torch.bool), torch.ones(3, 1, dtype=torch.bool))],
-)
-def test_set_metrics_refuse_values_and_mismatched_shapes(predicted, exact):
-    with pytest.raises(ValueError, match=r"bool|differ in shape"):
-        set_metrics(predicted, exact)
+def by_hand(g, l, ends, max_steps):  # noqa: E741
+    """One episode in plain Python: (safe, success, length)."""
+    safe, success, step = g[0] >= 0, g[0] >= 0 and l[0] >= 0, 0
+    while step < max_steps:
+        step += 1
+        safe = safe and g[step] >= 0
+        success = success or (safe and l[step] >= 0)
+        if ends[step - 1] != RUNNING:
+            break
+    return safe, success, step
 
 
-def test_the_value_of_a_state_adds_its_own_margins_to_the_critic():
-    g, l, v = torch.randn(3, 50, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # noqa: E741
-    signals = {"safety_margin": g, "target_margin": l}
-    assert torch.equal(state_value(AvoidBackup(), signals, v), torch.minimum(g, v))
-    assert torch.equal(state_value(ReachBackup(), signals, v), torch.maximum(l, v))
-    expected = torch.minimum(g, torch.maximum(l, v))
-    assert torch.equal(state_value(ReachAvoidBackup(), signals, v), expected)
-    assert torch.equal(state_value(DiscountedReturnBackup(), {"reward": g}, v), g + v)
+def starts_of(count):
+    return torch.stack([torch.arange(count), torch.zeros(count, dtype=torch.int64)], -1).float()
+
+
+@pytest.mark.parametrize("max_steps", [1, 2])
+def test_each_episode_is_judged_as_by_hand_with_every_end_at_every_place(max_steps):
+    g, l, ends = every_script(2)  # noqa: E741
+    env = ScriptEnv(g, l, ends)
+    starts = starts_of(len(g))
+    for row, script in enumerate(zip(g.tolist(), l.tolist(), ends.tolist())):
+        found = evaluate(env, still, starts=starts[row : row + 1], max_steps=max_steps)
+        assert (bool(found.safe_episodes), bool(found.success_episodes), found.mean_length) == by_hand(
+            *script, max_steps
+        )
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (64,), (2, 5), (3000,)])
+def test_the_batch_of_the_environment_changes_nothing(batch):
+    g, l, ends = every_script(3)  # noqa: E741
+    chosen = torch.randperm(len(g), generator=torch.Generator().manual_seed(0))[: 200 if len(batch) < 2 else 201]
+    g, l, ends = g[chosen], l[chosen], ends[chosen]  # noqa: E741
+    env = ScriptEnv(g, l, ends, batch=batch)
+    judged = [by_hand(*script, 3) for script in zip(g.tolist(), l.tolist(), ends.tolist())]
+    safe, success, length = (sum(column) for column in zip(*judged))
+    by_starts = evaluate(env, still, starts=starts_of(len(g)), max_steps=3)
+    assert (by_starts.safe_episodes, by_starts.success_episodes) == (safe, success)
+    assert by_starts.safe_rate == safe / len(g)
+    assert by_starts.success_rate == success / len(g)
+    assert by_starts.mean_length == pytest.approx(length / len(g))
+    assert by_starts.episodes == len(g)
+    for row, (_, _, steps) in enumerate(judged):
+        assert by_starts.states[row].tolist() == [[row, min(time, steps)] for time in range(4)]
+
+
+@pytest.mark.parametrize("batch", [(), (7,)])
+def test_without_starts_the_resets_of_the_environment_begin_the_episodes(batch):
+    g, l = torch.zeros(20, 4), -torch.ones(20, 4)  # noqa: E741
+    g[3, 2] = -1
+    env = ScriptEnv(g, l, torch.zeros(20, 3, dtype=torch.int64), batch=batch)  # no episode ends early
+    found = evaluate(env, still, episodes=15, max_steps=3)
+    assert found.states[:, 0, 0].tolist() == list(range(15))
+    assert (found.safe_episodes, found.episodes, found.mean_length) == (14, 15, 3.0)
+
+
+def test_without_a_target_margin_there_is_no_success():
+    g = torch.zeros(4, 3)
+    found = evaluate(ScriptEnv(g, g, torch.zeros(4, 2).long(), target=False), still, episodes=4, max_steps=2)
+    assert (found.success_rate, found.success_interval, found.success_episodes) == (None, None, None)
+    assert found.scores["success_rate"] is None
+
+
+def test_a_margin_that_is_no_number_is_not_safe():
+    g = torch.tensor([[0.0, float("nan"), 0.0], [0.0, 0.0, 0.0]])
+    env = ScriptEnv(g, g, torch.zeros(2, 2).long(), batch=(2,))
+    found = evaluate(env, still, starts=starts_of(2), max_steps=2)
+    assert (found.safe_episodes, found.success_episodes) == (1, 2)
+
+
+class Strict(gymnasium.Env):
+    """Fails at its third step, with the margin on the reward and in the info; refuses a step beyond the end."""
+
+    observation_space = gymnasium.spaces.Box(-1, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    running = False
+
+    def reset(self, *, seed=None, options=None):
+        self.time, self.running = 0, True
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.running
+        self.time += 1
+        self.running = self.time < 3
+        return np.full(1, self.time, np.float32), 2.5 - self.time, not self.running, False, {}
+
+
+def gym_env():
+    return GymWrapper(Strict(), categorical_action_encoding=True)
+
+
+@pytest.mark.parametrize("make", [gym_env, lambda: SerialEnv(3, gym_env)], ids=["one", "batch"])
+def test_a_gymnasium_environment_with_the_margin_on_its_reward_is_evaluated_and_never_stepped_beyond_an_end(make):
+    env = make()
+    found = evaluate(env, still, episodes=5, max_steps=10, safety_margin="reward")
+    assert (found.episodes, found.safe_rate, found.mean_length) == (5, 0.0, 3.0)
+    assert found.states.shape == (5, 11, 1)
+    assert found.states[0].squeeze(-1).tolist() == [0, 1, 2, *[3] * 8]
+    assert evaluate(env, still, episodes=5, max_steps=2, safety_margin="reward").safe_rate == 1.0
+    assert evaluate(
+        env, still, episodes=1, max_steps=2, safety_margin="reward", target_margin="reward"
+    ).success_rate == (1.0)
+
+
+def test_an_environment_that_cannot_be_put_into_a_state_refuses_starts():
+    with pytest.raises(ValueError, match=r"cannot be reset to given starts.*episodes=\.\.\."):
+        evaluate(gym_env(), still, starts=torch.zeros(1, 1), max_steps=1, safety_margin="reward")
+
+
+def test_an_interval_is_that_of_scipys_exact_test():
+    for total in (1, 2, 7, 100, 1000):
+        for count in {0, 1, total // 3, total - 1, total}:
+            for confidence in (0.5, 0.95, 0.999):
+                expected = binomtest(count, total).proportion_ci(confidence, method="exact")
+                assert binomial_interval(count, total, confidence=confidence) == pytest.approx(expected, abs=1e-9)
+
+
+def test_at_the_ends_of_an_interval_so_extreme_a_count_has_half_of_the_remaining_probability():
+    def probability(counts, total, p):
+        return float(sum(math.comb(total, k) * p**k * (1 - p) ** (total - k) for k in counts))
+
+    for total in range(1, 8):
+        for count in range(total + 1):
+            low, high = map(Fraction, binomial_interval(count, total, confidence=0.9))
+            if count:
+                assert probability(range(count, total + 1), total, low) == pytest.approx(0.05)
+            if count < total:
+                assert probability(range(count + 1), total, high) == pytest.approx(0.05)
+    assert binomial_interval(0, 3)[0] == 0.0
+    assert binomial_interval(3, 3)[1] == 1.0
+
+
+def test_an_interval_covers_the_true_rate_with_its_confidence_at_every_rate():
+    for total in (1, 5, 12):
+        intervals = [binomial_interval(k, total, confidence=0.8) for k in range(total + 1)]
+        for rate in (0.0, 0.05, 0.3, 0.5, 0.91, 1.0):
+            mass = [math.comb(total, k) * rate**k * (1 - rate) ** (total - k) for k in range(total + 1)]
+            covered = sum(m for m, (low, high) in zip(mass, intervals) if low <= rate <= high)
+            assert covered >= 0.8 - 1e-12
+
+
+def test_the_rates_come_with_their_intervals():
+    g = torch.zeros(10, 2)
+    g[:3, 1] = -1
+    env = ScriptEnv(g, g, torch.zeros(10, 1).long(), batch=(4,))
+    found = evaluate(env, still, starts=starts_of(10), max_steps=1, confidence=0.8)
+    assert found.safe_interval == binomial_interval(7, 10, confidence=0.8)
+    assert found.success_interval == binomial_interval(10, 10, confidence=0.8)
+    assert found.scores == {
+        "safe_rate": 0.7,
+        "safe_rate_low": found.safe_interval[0],
+        "safe_rate_high": found.safe_interval[1],
+        "success_rate": 1.0,
+        "success_rate_low": found.success_interval[0],
+        "success_rate_high": 1.0,
+        "episodes": 10,
+        "mean_length": 1.0,
+        "seconds": found.seconds,
+    }
+    assert found.seconds > 0
 
 
 def constant_control(index: int):
     return lambda tensordict: tensordict.set("action", torch.full(tensordict.batch_size, index))
 
 
-def test_safe_means_that_no_margin_on_the_way_is_negative():
+@pytest.mark.parametrize("num_envs", [1, 3, 4])
+def test_safe_means_that_no_margin_on_the_way_is_negative(num_envs):
     starts = torch.tensor([[0.0, 0.0], [0.0, 1.5], [0.5, 0.1], [-0.9, -0.01]])
-    env = DoubleIntegratorEnv(4)
+    env = DoubleIntegratorEnv(num_envs)
     # Without control the mass drifts: x(T) = x + v T.
     after = starts[:, 0] + starts[:, 1] * 0.05 * 100
     result = evaluate(env, constant_control(1), starts=starts, max_steps=100)
@@ -89,12 +292,33 @@ def test_coming_back_to_the_target_after_a_failure_is_no_success(end_criterion):
     assert (result.safe_rate, result.success_rate) == (0.5, 0.5)
 
 
-def test_an_ended_episode_stays_where_it_ended():
-    env = DoubleIntegratorEnv(1)
-    states = evaluate(env, constant_control(2), starts=torch.tensor([[0.9, 0.5]]), max_steps=50).states
-    assert states.shape == (1, 51, 2)
+@pytest.mark.parametrize("max_steps", [None, 5])
+def test_an_ended_episode_stays_where_it_ended(max_steps):
+    env = DoubleIntegratorEnv(2, max_steps=max_steps)
+    result = evaluate(env, constant_control(2), starts=torch.tensor([[0.9, 0.5], [-0.5, 0.0]]), max_steps=50)
+    states = result.states
+    assert states.shape == (2, 51, 2)
     outside = (states[0, :, 0].abs() > 1).nonzero()[0].item()
     assert torch.equal(states[0, outside:], states[0, outside].expand(51 - outside, 2))
+    if max_steps is not None:
+        assert torch.equal(states[1, 5:], states[1, 5].expand(46, 2))
+        assert result.mean_length == (outside + 5) / 2
+
+
+def test_a_state_under_a_key_of_its_own_takes_the_starts_and_is_recorded():
+    starts = torch.tensor([[0.0, 0.0], [0.0, 1.5]])
+    env = DoubleIntegratorEnv(2, state_key="state")
+    plain = evaluate(DoubleIntegratorEnv(2), constant_control(1), starts=starts, max_steps=20)
+    named = evaluate(env, constant_control(1), starts=starts, max_steps=20, state_key="state")
+    assert torch.equal(named.states, plain.states)
+    assert named.safe_rate == plain.safe_rate
+
+
+def test_evaluation_draws_nothing_from_the_global_generator():
+    env = DoubleIntegratorEnv(3, seed=0)
+    before = torch.get_rng_state()
+    evaluate(env, constant_control(2), episodes=7, max_steps=60)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_noise_is_off_in_evaluation_and_every_mode_is_put_back():
@@ -129,22 +353,80 @@ def test_evaluation_uses_the_means_of_a_noisy_policy():
     assert torch.equal(first, evaluate(env, policy, starts=starts, max_steps=5).states)
 
 
-def test_starts_that_do_not_fit_the_batch_are_refused():
-    with pytest.raises(ValueError, match=r"\[3, 2\].*\[4\]"):
-        evaluate(DoubleIntegratorEnv(4), constant_control(1), starts=torch.zeros(3, 2), max_steps=1)
+class Weak(nn.Module):
+    """Location minus the mean of the observation, and a standard deviation of 1."""
+
+    def forward(self, observation):
+        return -observation.mean(-1, keepdim=True), torch.ones_like(observation[..., :1])
 
 
-@pytest.mark.parametrize("grid", [0, 1, 2])
-def test_a_grid_without_a_node_to_start_from_is_refused(grid):
-    with pytest.raises(ValueError, match=f"take more nodes than grid={grid}"):
-        ExactSetEvaluator(DoubleIntegratorEnv(2), AvoidBackup(), half_size=(1.2, 2.2), grid=grid)
+class LessIsMore(nn.Module):
+    """Logits that prefer to brake."""
+
+    def forward(self, observation):
+        velocity = observation[..., 1:]
+        return torch.cat([velocity, torch.zeros_like(velocity), -velocity], -1)
 
 
-def test_an_evaluator_lives_where_its_environment_does():
-    with torch.device("meta"):  # which holds no numbers
-        env = DoubleIntegratorEnv(2, device="cpu")
-        evaluator = ExactSetEvaluator(env, AvoidBackup(), half_size=(1.2, 2.2), grid=11)
-    assert env.exact_safe(evaluator.starts).all()
+def gaussian_actor(env):
+    module = TensorDictModule(Weak(), in_keys=["observation"], out_keys=["loc", "scale"])
+    return ProbabilisticActor(
+        module,
+        spec=Bounded(-1.0, 1.0, (1,)),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        default_interaction_type=ExplorationType.RANDOM,
+    )
+
+
+def categorical_actor(env):
+    module = TensorDictModule(LessIsMore(), in_keys=["observation"], out_keys=["logits"])
+    return ProbabilisticActor(
+        module,
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        default_interaction_type=ExplorationType.RANDOM,
+    )
+
+
+@pytest.mark.parametrize(("actor", "discrete"), [(gaussian_actor, False), (categorical_actor, True)])
+def test_a_stochastic_policy_acts_deterministically_and_its_exploration_comes_back(actor, discrete):
+    env = DoubleIntegratorEnv(8, discrete=discrete)
+    policy = actor(env)
+    starts = torch.rand(8, 2, generator=torch.Generator().manual_seed(0)) - 0.5
+    outside = exploration_type()
+    found = evaluate(env, policy, starts=starts, max_steps=10).states
+    assert exploration_type() == outside
+
+    state, expected = starts, [starts]
+    for _ in range(10):
+        control = -state[:, 1:].sign() if discrete else torch.tanh(-state.mean(-1, keepdim=True))
+        state = env.dynamics(state, control)
+        expected.append(state)
+    assert torch.allclose(found, torch.stack(expected, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"max_steps": 1}, "either starts .* or episodes"),
+        ({"max_steps": 1, "episodes": 2, "starts": torch.zeros(2, 2)}, "either starts .* or episodes"),
+        ({"max_steps": 1, "episodes": 0}, "episodes is 0"),
+        ({"max_steps": 0, "episodes": 1}, "max_steps is 0"),
+        ({"max_steps": 1, "episodes": 1, "confidence": 1.0}, "confidence is 1.0"),
+        ({"max_steps": 1, "starts": torch.zeros(0, 2)}, r"starts has shape \[0, 2\]"),
+        ({"max_steps": 1, "starts": torch.zeros(4, 3)}, r"observation has shape \(4, 3\)"),
+    ],
+)
+def test_settings_that_make_no_evaluation_are_refused(settings, fault):
+    with pytest.raises(ValueError, match=fault):
+        evaluate(DoubleIntegratorEnv(4), constant_control(1), **settings)
+
+
+@pytest.mark.parametrize(("count", "total"), [(-1, 3), (4, 3), (0, 0)])
+def test_an_interval_of_no_count_is_refused(count, total):
+    with pytest.raises(ValueError, match=f"count={count} of total={total}"):
+        binomial_interval(count, total)
 
 
 def test_margins_may_stand_under_other_keys_and_a_missing_one_is_named():

@@ -25,6 +25,13 @@ def test_the_level_set_is_drawn_where_the_value_crosses_the_level(tmp_path):
     assert (tmp_path / "map.png").stat().st_size > 10_000
 
 
+def test_an_exact_set_given_as_a_mask_has_its_boundary_between_the_nodes():
+    axes, first, second = plane()
+    figure = plot_value_map(axes, 0.5 - first.hypot(second), exact=first.hypot(second) <= 0.3)
+    vertices = torch.as_tensor(figure.axes[0].collections[2].get_paths()[0].vertices)
+    assert vertices.norm(dim=-1) == pytest.approx(torch.full((len(vertices),), 0.3), abs=0.05)
+
+
 def test_the_first_axis_runs_to_the_right():
     axes, first, _ = plane()
     figure = plot_value_map(axes, first - 0.5)

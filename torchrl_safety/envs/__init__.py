@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_safety.envs.base import NativeEnv
+    from torchrl_safety.envs.checks import check_safety_env
     from torchrl_safety.envs.double_integrator import DoubleIntegratorEnv
+    from torchrl_safety.envs.dubins_car import DubinsCarEnv
+    from torchrl_safety.envs.pendulum import PendulumEnv
+    from torchrl_safety.envs.point_mass import PointMassEnv
 
-__all__ = ["DoubleIntegratorEnv", "NativeEnv"]
+__all__ = ["DoubleIntegratorEnv", "DubinsCarEnv", "NativeEnv", "PendulumEnv", "PointMassEnv", "check_safety_env"]
 
 # Loaded on first use: torchrl.envs takes seconds to import and pulls in mujoco where it is installed.
-_HOMES = {"DoubleIntegratorEnv": "double_integrator", "NativeEnv": "base"}
+_HOMES = {
+    "DoubleIntegratorEnv": "double_integrator",
+    "DubinsCarEnv": "dubins_car",
+    "NativeEnv": "base",
+    "check_safety_env": "checks",
+    "PendulumEnv": "pendulum",
+    "PointMassEnv": "point_mass",
+}
 
 
 def __getattr__(name: str) -> Any:

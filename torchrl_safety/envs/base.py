@@ -77,6 +77,9 @@ class NativeEnv(EnvBase):
         ValueError: an unknown problem or end criterion, a setting out of range, or settings that exclude each other.
     """
 
+    angles: tuple[int, ...] = ()
+    """Which entries of a state are angles in radians, for encodings that should not see them jump at ±π."""
+
     _supports_set_state = True
 
     def __init__(

@@ -146,3 +146,24 @@ class DoubleIntegratorEnv(NativeEnv):
     def exact_safe(self, state: Tensor) -> Tensor:
         """Whether states `[*B, 2]` lie in the solution set, bool `[*B]`: :meth:`exact_value` >= 0."""
         return self.exact_value(state) >= 0
+
+    def well_inside(self, state: Tensor, share: float = 0.95) -> Tensor:
+        """Whether states lie in the solution set shrunk by `share`, from where a good policy does not fail.
+
+        Args:
+            state: `[*B, 2]`.
+            share: in (0, 1], of position and velocity alike; 1 is :meth:`exact_safe`.
+
+        Returns:
+            bool `[*B]`.
+
+        Raises:
+            ValueError: a share out of its range.
+
+        Example:
+            >>> DoubleIntegratorEnv().well_inside(torch.tensor([[0.94, 0.0], [0.96, 0.0]]))
+            tensor([ True, False])
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share} must lie in (0, 1]: the part of the set that is kept")
+        return self.exact_safe(state / share)

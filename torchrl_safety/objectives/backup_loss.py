@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
-from torchrl.objectives.utils import dispatch_value_estimator
+from torchrl.objectives.utils import get_value_estimator_entry
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_safety.objectives.backups import AvoidBackup, Backup, ReachAvoidBackup, check_terminal_type
-from torchrl_safety.objectives.estimators import BackupEstimator, BackupEstimators, NStepBackupEstimator
+from torchrl_safety.objectives.estimators import (
+    BackupEstimator,
+    BackupEstimators,
+    NStepBackupEstimator,
+    TDLambdaBackupEstimator,
+)
 from torchrl_safety.objectives.signals import (
     STEPS,
     check_choice,
@@ -28,6 +33,8 @@ Place = Callable[[NestedKey], NestedKey]
 """Where a key of a state stands in a batch: in the next state, or in the steps of a window."""
 
 N_STEP = ("last", "best")
+
+_KEPT = ("backup", "gamma", "lmbda", "bootstrap_on_truncation", "differentiable")
 
 _INPUT_REMEDY = (
     "It is an input of the network; n-step windows hold it below 'steps' if the NStepTransform has it among its signals"
@@ -68,6 +75,11 @@ class BackupLoss(_Base):
     default_value_estimator: Any = BackupEstimators.BACKUP_NSTEP
     default_backup: Callable[[str], Backup] = staticmethod(avoid)
     n_step: str = "last"
+    value_type: Any
+    network_names: tuple[str, ...]
+    """The networks whose inputs a batch holds."""
+    stored_keys: tuple[str, ...] = ("action",)
+    """What else a batch holds of the moment before the step, by its name in `set_keys`."""
     _estimator_settings: dict[str, Any]
 
     def _use_backup(
@@ -92,33 +104,45 @@ class BackupLoss(_Base):
 
         Raises:
             NotImplementedError: for an estimator that takes no backup.
-            ValueError: for settings out of range, or ``n_step="best"`` with an estimator that knows no windows.
+            ValueError: for settings out of range or beside a ready estimator, or ``n_step="best"`` with an estimator
+                that knows no windows.
         """
-        if isinstance(value_type, ValueEstimatorBase):
-            self._value_estimator, self.value_type = value_type, type(value_type)
+        wanted = self.value_type if value_type is None else value_type
+        if isinstance(wanted, ValueEstimatorBase):
+            builder = type(wanted)
         else:
-            self._estimator_settings.update(hyperparams)
-            settings = {"device": self._default_device, "value_network": None, **self._estimator_settings}
-            if getattr(self, "critic_network", None) is not None:
-                del settings["value_network"]  # the estimator finds the critic by itself
-            if isinstance(value_type, type):
-                builder: type[ValueEstimatorBase] = value_type
-                self._value_estimator, self.value_type = builder.for_loss(self, **settings), value_type
-            else:
-                wanted = self.default_value_estimator if value_type is None else value_type
-                dispatch_value_estimator(self, wanted, supported=self.SUPPORTED_VALUE_ESTIMATORS, **settings)
-        estimator = self._value_estimator
-        if not isinstance(estimator, BackupEstimator):
+            builder = wanted if isinstance(wanted, type) else get_value_estimator_entry(wanted).cls
+        if not issubclass(builder, BackupEstimator):
             raise NotImplementedError(
-                f"the estimator {type(estimator).__name__} takes no backup; give one of {list(BackupEstimators)}"
+                f"the estimator {builder.__name__} takes no backup; give one of "
+                f"{[name.name for name in BackupEstimators]}"
             )
-        if self.n_step == "best" and not isinstance(estimator, NStepBackupEstimator):
+        if self.n_step == "best" and not issubclass(builder, NStepBackupEstimator):
             raise ValueError(
-                f"n_step is 'best', which {type(estimator).__name__} does not know; use n_step='last' or "
-                "NStepBackupEstimator"
+                f"n_step is 'best', which {builder.__name__} does not know; use n_step='last' or NStepBackupEstimator"
             )
+        if not isinstance(wanted, ValueEstimatorBase):
+            self._value_estimator, self.value_type = self._build_estimator(builder, hyperparams), wanted
+        elif hyperparams:
+            raise ValueError(
+                f"{sorted(hyperparams)} beside an estimator that is built; give them to {builder.__name__}"
+            )
+        else:
+            self._value_estimator, self.value_type = wanted, builder
         self._forward_value_estimator_keys()
         return self
+
+    def _build_estimator(self, builder: type[BackupEstimator], hyperparams: dict[str, Any]) -> BackupEstimator:
+        current = {name: getattr(self._value_estimator, name) for name in _KEPT if hasattr(self._value_estimator, name)}
+        kept = {**self._estimator_settings, **current}
+        settings = {"device": self._default_device, **kept, **hyperparams}
+        if not issubclass(builder, TDLambdaBackupEstimator) and "lmbda" not in hyperparams:
+            settings.pop("lmbda", None)  # it waits for an estimator that has one
+        if getattr(self, "critic_network", None) is None:
+            settings.setdefault("value_network", None)  # else the estimator would take a network of action values
+        estimator = builder.for_loss(self, **settings)
+        self._estimator_settings = {**kept, **hyperparams}
+        return estimator
 
     @property
     def backup(self) -> Backup:
@@ -128,9 +152,7 @@ class BackupLoss(_Base):
     @property
     def gamma(self) -> Tensor:
         """The discount; assign a number or a tensor to it."""
-        if self._value_estimator is None:
-            raise AttributeError("gamma")
-        return self._value_estimator.gamma
+        return self.value_estimator.gamma
 
     @gamma.setter
     def gamma(self, value: float | Tensor) -> None:
@@ -146,17 +168,21 @@ class BackupLoss(_Base):
         if estimator is not None:
             shared = {field.name for field in fields(estimator.default_keys)} & set(vars(self.tensor_keys))
             estimator.set_keys(**{name: getattr(self.tensor_keys, name) for name in sorted(shared)})
-        self._in_keys = None
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        signals = [next_key(key) for key in self._signal_keys().values()]
-        reward = next_key(self.tensor_keys.reward)
-        inherited = [unravel_key(key) for key in super().in_keys]
-        return [key for key in inherited if key != reward and key not in signals] + signals
+        keys, state = self.tensor_keys, self._state_keys()
+        stored = [key for name in self.stored_keys for key in _as_list(getattr(keys, name))]
+        after = dict.fromkeys([*state, *self._signal_keys().values(), keys.terminated, keys.done])
+        return [*state, *stored, *(next_key(key) for key in after)]
 
     def _signal_keys(self) -> dict[str, NestedKey]:
         return {name: getattr(self.tensor_keys, name) for name in self.backup.signals}
+
+    def _state_keys(self) -> list[NestedKey]:
+        """What the networks read of a state."""
+        inputs = dict.fromkeys(unravel_key(key) for name in self.network_names for key in getattr(self, name).in_keys)
+        return [key for key in inputs if key not in _as_list(self.tensor_keys.action)]
 
     def _window_target(self, tensordict: TensorDictBase, value_at: Callable[[Place], Tensor]) -> Tensor:
         """The target `[*B, 1]`; `value_at` gives the values of the states that a place names."""
@@ -164,3 +190,23 @@ class BackupLoss(_Base):
         if self.n_step == "best" and STEPS in tensordict:
             return estimator.best_estimate(tensordict, value_at(steps_key))
         return estimator.value_estimate(tensordict, next_value=value_at(next_key))
+
+    def _reduce_loss(
+        self,
+        loss: Tensor,
+        tensordict: TensorDictBase | None = None,
+        *,
+        weights: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Importance weights multiply each loss before the mean over the batch, which TorchRL divides by their sum."""
+        if self.reduction == "mean" and not loss.numel():
+            raise ValueError(f"the batch {list(loss.shape)} holds no transition, so its mean loss is undefined")
+        if weights is not None:
+            loss = loss * weights.reshape(loss.shape)
+        return super()._reduce_loss(loss, tensordict, **options)
+
+
+def _as_list(key: NestedKey | list[NestedKey]) -> list[NestedKey]:
+    """The keys of a composite action, or of a plain one."""
+    return [unravel_key(each) for each in (key if isinstance(key, list) else [key])]

@@ -49,6 +49,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
+    network_names = ("value_network",)
     value_network: TensorDictModuleBase
     value_network_params: TensorDictParams
     target_value_network_params: TensorDictParams
@@ -68,19 +69,9 @@ class _ActionValueLoss(BackupLoss, LossModule):
         self.convert_to_functional(value_network, "value_network", create_target_params=True)
         self._use_backup(backup, terminal_type, **settings)
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        keys = self.tensor_keys
-        after = [*self.value_network.in_keys, *self._signal_keys().values(), keys.terminated, keys.done]
-        return [*self.value_network.in_keys, keys.action, *(next_key(key) for key in after)]
-
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         keys = self.tensor_keys
-        if self.reduction == "mean" and not tensordict.batch_size.numel():
-            raise ValueError(
-                f"the batch {list(tensordict.batch_size)} holds no transition, so its mean loss is undefined"
-            )
         with torch.no_grad():
             target, report = self._target(tensordict)
         found = self._form(self._evaluate(self.value_network_params, tensordict, _here))
@@ -89,9 +80,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         refuse_unless(torch.isfinite(priority).all(), _LOSS_FAULT)
         tensordict.set(keys.priority, priority.unsqueeze(-1))
         weight = tensordict.get(keys.priority_weight, None)
-        if weight is not None:
-            loss = loss * weight.reshape(loss.shape)
-        return TensorDict({"loss": self._reduce_loss(loss, tensordict), **report})
+        return TensorDict({"loss": self._reduce_loss(loss, tensordict, weights=weight), **report})
 
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """The target `[*B, N]`, and what to report beside the loss."""
@@ -113,7 +102,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         return _gather_action(self._form(evaluated), values.argmax(-1))
 
     def _evaluate(self, params: TensorDictParams, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
-        source = network_input(tensordict, self.value_network.in_keys, place)
+        source = network_input(tensordict, self._state_keys(), place)
         # Otherwise the target parameters come back from the network as new ones that require gradients.
         with params.to_module(self.value_network, preserve_module_state=False):
             return self.value_network(source)

@@ -136,10 +136,7 @@ class BackupEstimator(TD0Estimator):
         return super().forward(tensordict, params=params, target_params=target_params)
 
     def _check_next_inputs(self, tensordict: TensorDictBase) -> None:
-        """Refuse next observations that are missing, or NaN where the target depends on them.
-
-        TorchRL puts the present observation in the place of a NaN one.
-        """
+        """Refuse next observations that are missing, or NaN where the target depends on them."""
         keys = self.tensor_keys
         ended = tensordict.get(next_key(keys.terminated if self.bootstrap_on_truncation else keys.done), None)
         for key in self.value_network.in_keys:
@@ -153,6 +150,12 @@ class BackupEstimator(TD0Estimator):
                     f"{next_key(key)!r} is NaN at a step that goes on into its value; collect the true next "
                     "observation (a Collector with compact_obs=True leaves it out)",
                 )
+
+    @staticmethod
+    def _sanitize_next_obs_nan(data: TensorDictBase, in_keys: list[NestedKey]) -> TensorDictBase:
+        # TorchRL's puts the present observation in the place of a NaN one, and waits for the accelerator to look. Here
+        # a NaN is refused where it counts, and behind an end the map ignores it.
+        return data
 
     @property
     def in_keys(self) -> list[NestedKey]:

@@ -18,6 +18,7 @@ class _OnPolicyBackupLoss(BackupLoss):
     """The constructor that PPO and A2C share."""
 
     default_value_estimator = BackupEstimators.BACKUP_TDLAMBDA
+    network_names = ("actor_network", "critic_network")
 
     def __init__(
         self,
@@ -38,6 +39,8 @@ class _OnPolicyBackupLoss(BackupLoss):
 
 
 class _PPO(_OnPolicyBackupLoss, ClipPPOLoss):
+    stored_keys = ("action", "sample_log_prob")
+
     @dataclass
     class _AcceptedKeys(ClipPPOLoss._AcceptedKeys):
         safety_margin: NestedKey = "safety_margin"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,13 @@ from torchrl.objectives.sac import compute_rsample_log_prob
 
 from torchrl_safety.objectives.backup_loss import BackupLoss, Place, network_input, reach_avoid
 from torchrl_safety.objectives.backups import Backup
+from torchrl_safety.objectives.signals import check_number
 
 
 class _SoftBackupLoss(BackupLoss):
     """The constructor that both kinds of actions share."""
 
+    network_names = ("actor_network", "qvalue_network")
     entropy_in_target: bool
 
     def __init__(
@@ -38,6 +41,10 @@ class _SoftBackupLoss(BackupLoss):
         max_alpha: float | None = None,
         **settings: Any,
     ) -> None:
+        if settings.get("value_network") is not None:
+            raise ValueError("value_network is given, but the target is a value of the critics; leave it out")
+        least = check_number("min_alpha", 0.0 if min_alpha is None else min_alpha, 0, math.inf)
+        check_number("max_alpha", math.inf if max_alpha is None else max_alpha, least, math.inf)
         if settings.get("reduction") == "none":
             settings.setdefault("scalar_output_mode", "exclude")
         super().__init__(actor_network, qvalue_network, min_alpha=min_alpha, max_alpha=max_alpha, **settings)
@@ -63,12 +70,6 @@ class _SoftBackupLoss(BackupLoss):
     def _critics(self, state: TensorDictBase, params: TensorDictBase) -> Tensor:
         raise NotImplementedError
 
-    def _state(self, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
-        """What the actor and the critics read of a state."""
-        keys = dict.fromkeys([*self.actor_network.in_keys, *self.qvalue_network.in_keys])
-        keys.pop(self.tensor_keys.action, None)
-        return network_input(tensordict, list(keys), place)
-
 
 class _ContinuousSAC(_SoftBackupLoss, SACLoss):
     @dataclass
@@ -82,7 +83,7 @@ class _ContinuousSAC(_SoftBackupLoss, SACLoss):
         return self._target(tensordict)
 
     def _next_value(self, tensordict: TensorDictBase, place: Place) -> Tensor:
-        state = self._state(tensordict, place)
+        state = network_input(tensordict, self._state_keys(), place)
         with (
             set_exploration_type(ExplorationType.RANDOM),
             self.actor_network_params.to_module(self.actor_network, preserve_module_state=False),
@@ -113,13 +114,13 @@ class _DiscreteSAC(_SoftBackupLoss, DiscreteSACLoss):
         return self._target(tensordict)
 
     def _next_value(self, tensordict: TensorDictBase, place: Place) -> Tensor:
-        state = self._state(tensordict, place)
+        state = network_input(tensordict, self._state_keys(), place)
         with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
-            log_probs = self.actor_network.get_dist(state).logits.log_softmax(-1)
-        value = self._critics(state, self.target_qvalue_network_params).amin(0)
+            probs = self.actor_network.get_dist(state).logits.softmax(-1)
+        value = probs * self._critics(state, self.target_qvalue_network_params).amin(0)
         if self.entropy_in_target:
-            value = value - self._alpha * log_probs
-        return (log_probs.exp() * value).sum(-1, keepdim=True)
+            value = value + self._alpha * torch.special.entr(probs)
+        return value.sum(-1, keepdim=True)
 
     def _critics(self, state: TensorDictBase, params: TensorDictBase) -> Tensor:
         return self._vmap_qnetworkN0(state, params).get(self.tensor_keys.action_value)

@@ -1,33 +1,44 @@
 """Schedules, evaluation, checkpoints and pictures."""
 
 from torchrl_safety.trainers.checkpoints import Progress, catch_interrupt, find_checkpoint, make_checkpoint, rotation
-from torchrl_safety.trainers.evaluation import (
-    Evaluation,
-    ExactSetEvaluator,
-    SetEvaluation,
-    SetMetrics,
-    evaluate,
-    evaluation_mode,
-    set_metrics,
-    state_value,
-)
+from torchrl_safety.trainers.evaluation import Evaluation, binomial_interval, evaluate, evaluation_mode
+from torchrl_safety.trainers.exact_sets import ExactSetEvaluator, SetEvaluation, SetMetrics, set_metrics, state_value
+from torchrl_safety.trainers.hooks import EvaluationHook, ScheduleHook, log_scores
 from torchrl_safety.trainers.options import check_options
 from torchrl_safety.trainers.plots import plot_curves, plot_value_map
-from torchrl_safety.trainers.schedules import StepGamma
+from torchrl_safety.trainers.runs import TrainingRun
+from torchrl_safety.trainers.schedules import (
+    GeometricGamma,
+    StdCap,
+    StepDecay,
+    StepGamma,
+    TemperatureReset,
+    parameter_groups,
+)
 
 __all__ = [
     "Evaluation",
+    "EvaluationHook",
     "ExactSetEvaluator",
+    "GeometricGamma",
     "Progress",
+    "ScheduleHook",
     "SetEvaluation",
     "SetMetrics",
+    "StdCap",
+    "StepDecay",
     "StepGamma",
+    "TemperatureReset",
+    "TrainingRun",
+    "binomial_interval",
     "catch_interrupt",
     "check_options",
     "evaluate",
     "evaluation_mode",
     "find_checkpoint",
+    "log_scores",
     "make_checkpoint",
+    "parameter_groups",
     "plot_curves",
     "plot_value_map",
     "rotation",

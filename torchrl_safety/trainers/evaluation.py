@@ -1,8 +1,9 @@
-"""Measuring a learned set against an exact one, and a policy by its roll-outs."""
+"""Measuring a policy by its episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -10,76 +11,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 
-from torchrl_safety.objectives.backups import Backup
 from torchrl_safety.objectives.signals import read
-
-
-class SetMetrics(NamedTuple):
-    """How a predicted set compares with the exact one; all in [0, 1]."""
-
-    iou: float
-    """Size of the intersection over size of the union."""
-    false_safe: float
-    """Share of the unsafe states that are called safe."""
-    false_unsafe: float
-    """Share of the safe states that are called unsafe."""
-
-
-def set_metrics(predicted: Tensor, exact: Tensor) -> SetMetrics:
-    r"""Compare a predicted set with the exact one, state by state.
-
-    :math:`IoU = |P \cap E| / |P \cup E|`, false-safe :math:`= |P \setminus E| / |E^c|`,
-    false-unsafe :math:`= |E \setminus P| / |E|`. An empty denominator gives IoU 1 and rates 0.
-
-    Args:
-        predicted: bool, any shape; true where the state is claimed to be in the solution set.
-        exact: bool, the same shape.
-
-    Raises:
-        ValueError: if the shapes differ or a tensor is not bool.
-
-    Example:
-        >>> import torch
-        >>> from torchrl_safety.trainers import set_metrics
-        >>> set_metrics(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
-        SetMetrics(iou=0.5, false_safe=0.3333333333333333, false_unsafe=0.0)
-    """
-    if predicted.shape != exact.shape:
-        raise ValueError(f"predicted {list(predicted.shape)} and exact {list(exact.shape)} differ in shape")
-    for name, mask in (("predicted", predicted), ("exact", exact)):
-        if mask.dtype != torch.bool:
-            raise ValueError(f"{name} has dtype {mask.dtype}; pass a bool mask, e.g. value >= 0")
-    both, either = (predicted & exact).sum().item(), (predicted | exact).sum().item()
-    safe, unsafe = exact.sum().item(), (~exact).sum().item()
-    return SetMetrics(
-        iou=both / either if either else 1.0,
-        false_safe=(predicted.sum().item() - both) / unsafe if unsafe else 0.0,
-        false_unsafe=(safe - both) / safe if safe else 0.0,
-    )
-
-
-def state_value(backup: Backup, signals: Mapping[str, Tensor], next_value: Tensor) -> Tensor:
-    r"""The value of a state itself from a critic, whose value counts from the next state on.
-
-    One undiscounted step with the margins at the state: avoid :math:`\min(g, V)`, reach :math:`\max(l, V)`,
-    reach-avoid :math:`\min(g, \max(l, V))`. The solution set is where it is :math:`\ge 0`.
-
-    Args:
-        backup: the problem.
-        signals: its signals at the state, `[*B, 1]`.
-        next_value: :math:`\max_a Q(s, a)`, `[*B, 1]`.
-
-    Example:
-        >>> import torch
-        >>> from torchrl_safety.objectives import AvoidBackup
-        >>> from torchrl_safety.trainers import state_value
-        >>> state_value(AvoidBackup(), {"safety_margin": torch.tensor([-0.1])}, torch.tensor([0.5]))
-        tensor([-0.1000])
-    """
-    running = torch.zeros_like(next_value, dtype=torch.bool)
-    return backup.step_map(signals, gamma=1.0, terminated=running)(next_value)
 
 
 @contextmanager
@@ -106,6 +40,38 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
+def binomial_interval(count: int, total: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    r"""The exact interval of a probability, of which `count` of `total` independent trials came out true.
+
+    Its ends are the :math:`p` at which a count so high, or so low, has the probability :math:`(1 - confidence)/2`, so
+    that it covers the true one at least with that confidence, for every `total`. Source: Clopper and Pearson 1934.
+
+    Args:
+        count: trials that came out true.
+        total: trials, at least 1.
+        confidence: in (0, 1).
+
+    Raises:
+        ValueError: for a count outside 0..total, or a confidence outside (0, 1).
+
+    Example:
+        >>> from torchrl_safety.trainers import binomial_interval
+        >>> low, high = binomial_interval(99, 100)
+        >>> round(low, 4), round(high, 4)
+        (0.9455, 0.9997)
+    """
+    from scipy.special import betaincinv
+
+    if not 0 <= count <= total or total < 1:
+        raise ValueError(f"count={count} of total={total}; need 0 <= count <= total and at least one trial")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; it must lie in (0, 1), e.g. 0.95")
+    tail = (1 - confidence) / 2
+    low = float(betaincinv(count, total - count + 1, tail)) if count else 0.0
+    high = float(betaincinv(count + 1, total - count, 1 - tail)) if count < total else 1.0
+    return low, high
+
+
 class Evaluation(NamedTuple):
     """Rates over the episodes of :func:`evaluate`, and their states."""
 
@@ -114,35 +80,84 @@ class Evaluation(NamedTuple):
     success_rate: float | None
     """Share that reached the target (margin >= 0) with no failure until then; None without a target margin."""
     states: Tensor
-    """Observations `[N, T + 1, ...]` of the roll-outs; what follows an end repeats the last state."""
+    """What stood under `state_key`, `[episodes, max_steps + 1, ...]`; what follows an end repeats the last state."""
+    safe_interval: tuple[float, float]
+    """Exact interval of the safe rate."""
+    success_interval: tuple[float, float] | None
+    """Exact interval of the success rate."""
+    episodes: int
+    """Number of episodes."""
+    safe_episodes: int
+    """Number of safe ones."""
+    success_episodes: int | None
+    """Number of successful ones."""
+    mean_length: float
+    """Mean number of steps of an episode."""
+    seconds: float
+    """Time that all of them took."""
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """The numbers by name, for :func:`~torchrl_safety.trainers.log_scores`."""
+        success_low, success_high = self.success_interval or (None, None)
+        return {
+            "safe_rate": self.safe_rate,
+            "safe_rate_low": self.safe_interval[0],
+            "safe_rate_high": self.safe_interval[1],
+            "success_rate": self.success_rate,
+            "success_rate_low": success_low,
+            "success_rate_high": success_high,
+            "episodes": self.episodes,
+            "mean_length": self.mean_length,
+            "seconds": self.seconds,
+        }
+
+
+class _Episodes(NamedTuple):
+    """What is known of the episodes of one round, `[N]`."""
+
+    safe: Tensor
+    length: Tensor
+    states: Tensor
+    reached: Tensor | None
 
 
 def evaluate(
     env: EnvBase,
     policy: Callable[[TensorDictBase], TensorDictBase],
     *,
-    starts: Tensor,
+    starts: Tensor | None = None,
+    episodes: int | None = None,
     max_steps: int,
     safety_margin: NestedKey = "safety_margin",
     target_margin: NestedKey = "target_margin",
+    state_key: NestedKey = "observation",
+    confidence: float = 0.95,
 ) -> Evaluation:
-    """Roll a policy out from given states and report how often it stays safe and reaches the target.
+    """Run episodes of a policy and report how often it stays safe and reaches the target.
 
-    Safe means that the safety margin never falls below 0; success means that the target margin is >= 0 at some step,
-    with no failure until then. An episode is frozen where the environment terminates it. A policy that is a module
-    runs in evaluation mode, so that noisy layers use their means.
+    Safe means that the safety margin never falls below 0 (a NaN counts as below); success means that the target margin
+    is >= 0 at some step, with no failure until then. An episode ends where the environment terminates or truncates it,
+    or after `max_steps`. Episodes run side by side in the batch of the environment, in as many rounds as it takes.
+
+    The policy acts deterministically: under `ExplorationType.DETERMINISTIC` (the mode of a categorical, the squashed
+    mean of a tanh-normal) and, if it is a module, in evaluation mode (noisy layers use their means), without gradients.
 
     Args:
-        env: a batched environment that resets to `"observation"`s given to it, and writes its margins after a reset
-            and after a step.
+        env: any TorchRL environment, batched or not, that writes its margins after a reset and after a step. A margin
+            that stands on a reward key is read from the first step on.
         policy: writes the action.
-        starts: first observations, `[N, ...]` with `N` the batch of the environment.
-        max_steps: length of the roll-outs.
-        safety_margin: key of the safety margin `[N, 1]`, >= 0 outside the failure set.
-        target_margin: key of the target margin `[N, 1]`, >= 0 inside the target; success is None without it.
+        starts: first states `[N, ...]`, for an environment that can be reset to given ones; else
+        episodes: their number N, starting where the resets of the environment put them.
+        max_steps: the most steps of an episode.
+        safety_margin: key of the safety margin `[*B, 1]`, >= 0 outside the failure set.
+        target_margin: key of the target margin `[*B, 1]`, >= 0 inside the target; success is None without it.
+        state_key: key under which starts are given and states are recorded.
+        confidence: of the exact intervals of both rates, see :func:`binomial_interval`.
 
     Raises:
-        ValueError: if `starts` does not fit the batch of the environment.
+        ValueError: for a setting out of range, not exactly one of `starts` and `episodes`, or starts that the
+            environment cannot take.
         KeyError: if a reset or a step writes no safety margin.
 
     Example:
@@ -154,118 +169,109 @@ def evaluate(
         >>> evaluate(env, idle, starts=torch.tensor([[0.0, 0.0], [0.0, 1.0]]), max_steps=100).safe_rate
         0.5
     """
-    if starts.shape[: len(env.batch_size)] != env.batch_size:
-        raise ValueError(
-            f"starts has shape {list(starts.shape)}, the environment batch {list(env.batch_size)}: give one start per "
-            "environment, or build the environment with num_envs=len(starts)"
-        )
+    count = _count(starts, episodes, max_steps)
+    binomial_interval(0, 1, confidence=confidence)  # refuses it before anything runs
+    began = time.perf_counter()
     module = policy if isinstance(policy, nn.Module) else nn.Module()
-    with evaluation_mode(module):
-        return _roll_out(env, policy, starts, max_steps, safety_margin, target_margin)
+    rounds = []
+    with evaluation_mode(module), set_exploration_type(ExplorationType.DETERMINISTIC):
+        for first in range(0, count, env.numel()):
+            root = env.reset() if starts is None else _reset_to(env, starts, first, state_key)
+            rounds.append(_run(env, policy, root, max_steps, safety_margin, target_margin, state_key))
+    # The last round may hold more episodes than are left.
+    safe, length, states = (torch.cat(parts)[:count] for parts in zip(*(found[:3] for found in rounds)))
+    reached = [found.reached for found in rounds if found.reached is not None]
+    safe_episodes = int(safe.sum())
+    success_episodes = int(torch.cat(reached)[:count].sum()) if reached else None
+    return Evaluation(
+        safe_rate=safe_episodes / count,
+        success_rate=None if success_episodes is None else success_episodes / count,
+        states=states,
+        safe_interval=binomial_interval(safe_episodes, count, confidence=confidence),
+        success_interval=(
+            None if success_episodes is None else binomial_interval(success_episodes, count, confidence=confidence)
+        ),
+        episodes=count,
+        safe_episodes=safe_episodes,
+        success_episodes=success_episodes,
+        mean_length=int(length.sum()) / count,
+        seconds=time.perf_counter() - began,
+    )
 
 
-def _roll_out(
+def _count(starts: Tensor | None, episodes: int | None, max_steps: int) -> int:
+    if (starts is None) == (episodes is None):
+        raise ValueError(
+            "give either starts (first states `[N, ...]`) or episodes (their number, started by the resets of the "
+            "environment)"
+        )
+    for name, value in (("episodes", episodes), ("max_steps", max_steps)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    if starts is None:
+        assert episodes is not None
+        return episodes
+    if starts.ndim == 0 or not len(starts):
+        raise ValueError(f"starts has shape {list(starts.shape)}; give at least one state, `[N, ...]`")
+    return len(starts)
+
+
+def _reset_to(env: EnvBase, starts: Tensor, first: int, state_key: NestedKey) -> TensorDictBase:
+    """A reset to the starts from `first` on; where they run out, the last one is repeated."""
+    chosen = torch.arange(first, first + env.numel(), device=starts.device).clamp(max=len(starts) - 1)
+    states = starts[chosen].reshape(*env.batch_size, *starts.shape[1:])
+    given = TensorDict({state_key: states}, env.batch_size, device=env.device)
+    try:
+        return env.reset(given, set_state=True)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{type(env).__name__} cannot be reset to given starts: pass episodes=... instead, which begin where its "
+            "own resets put them"
+        ) from error
+
+
+def _run(
     env: EnvBase,
     policy: Callable[[TensorDictBase], TensorDictBase],
-    starts: Tensor,
+    root: TensorDictBase,
     max_steps: int,
     safety_margin: NestedKey,
     target_margin: NestedKey,
-) -> Evaluation:
-    remedy = "Let the environment write it in _reset and in _step, or name its key with safety_margin=..."
-    tensordict = env.reset(TensorDict({"observation": starts}, env.batch_size))
-    safe = read(tensordict, safety_margin, remedy) >= 0
-    target = tensordict.get(target_margin, None)
-    reached = None if target is None else safe & (target >= 0)
-    over = torch.zeros_like(safe)
-    states = [tensordict["observation"]]
+    state_key: NestedKey,
+) -> _Episodes:
+    """One episode in each member of the batch, from `root` on, flattened to `[N]`."""
+    remedy = "Let the environment write it in _reset and in _step, or name its key with {}=..."
+    on_reward = set(env.reward_keys)  # which resets do not write
+    over = torch.zeros_like(root["done"])
+    safe, length = ~over, torch.zeros_like(over, dtype=torch.int64)
+    if safety_margin not in on_reward:
+        safe = read(root, safety_margin, remedy.format("safety_margin")) >= 0
+    reached = None
+    if target_margin in on_reward:
+        reached = over
+    elif (target := root.get(target_margin, None)) is not None:
+        reached = safe & (target >= 0)
+    states = [read(root, state_key, remedy.format("state_key"))]
     for _ in range(max_steps):
-        after = env.step(policy(tensordict)).get("next")
-        safe = safe & (over | (read(after, safety_margin, remedy) >= 0))
+        # A member whose episode is over begins another one, which counts for nothing: unlike a step beyond the end,
+        # every environment allows that.
+        transition, root = env.step_and_maybe_reset(policy(root))
+        after = transition["next"]
+        safe = safe & (over | (read(after, safety_margin, remedy.format("safety_margin")) >= 0))
         if reached is not None:
-            reached = reached | (~over & safe & (after[target_margin] >= 0))
-        states.append(torch.where(over, states[-1], after["observation"]))
-        over = over | after["terminated"]
-        tensordict = after
-    success = None if reached is None else reached.float().mean().item()
-    return Evaluation(safe.float().mean().item(), success, torch.stack(states, len(env.batch_size)))
-
-
-class SetEvaluation(NamedTuple):
-    """What :class:`ExactSetEvaluator` finds."""
-
-    scores: dict[str, float | None]
-    """`iou`, `false_safe`, `false_unsafe`, `safe_rate`, `success_rate`."""
-    value: Tensor
-    """Learned value of each state of the grid itself, `[n, n]`."""
-    states: Tensor
-    """Roll-outs `[N, T + 1, 2]`."""
-
-
-class ExactSetEvaluator:
-    """Measures a learned value and its policy against the exact solution of a planar native environment.
-
-    The set is read off a grid (see :func:`state_value`); the roll-outs start in the exact set shrunk towards the
-    origin, where a good policy does not fail. Both use the same states every time and no global randomness.
-
-    Args:
-        env: an environment with `exact_value`; one roll-out is made per member of its batch.
-        backup: the problem that the value solves.
-        half_size: the grid spans [-half_size, half_size] in either dimension.
-        grid: number of nodes per dimension.
-        level: the learned set is where the value is at least this.
-        shrink: the factor by which the exact set is shrunk for the starts.
-        rollout_steps: length of the roll-outs.
-        seed: draws the starts.
-
-    Example:
-        >>> import torch
-        >>> from torchrl_safety.envs import DoubleIntegratorEnv
-        >>> from torchrl_safety.objectives import AvoidBackup
-        >>> from torchrl_safety.trainers import ExactSetEvaluator
-        >>> env = DoubleIntegratorEnv(8)
-        >>> evaluator = ExactSetEvaluator(env, AvoidBackup(), half_size=(1.2, 2.2), rollout_steps=200)
-        >>> brake = lambda td: td.set("action", 1 - td["observation"][..., 1].sign().long())
-        >>> evaluator(brake, lambda states: env.exact_value(states).unsqueeze(-1)).scores["safe_rate"]
-        1.0
-    """
-
-    def __init__(
-        self,
-        env: EnvBase,
-        backup: Backup,
-        *,
-        half_size: Sequence[float],
-        grid: int = 201,
-        level: float = 0.0,
-        shrink: float = 0.95,
-        rollout_steps: int = 200,
-        seed: int = 0,
-    ) -> None:
-        self.env, self.backup, self.level, self.rollout_steps = env, backup, level, rollout_steps
-        self.axes = [torch.linspace(-top, top, grid, device=env.device, dtype=env.dtype) for top in half_size]
-        self.grid = torch.stack(torch.meshgrid(*self.axes, indexing="ij"), -1)
-        self.exact = env.exact_value(self.grid)
-        inside = self.grid[env.exact_value(self.grid / shrink) >= 0]
-        if not len(inside):
-            raise ValueError(
-                f"no node of the grid lies in the exact set shrunk by shrink={shrink}, so no roll-out can start: take "
-                f"more nodes than grid={grid}"
-            )
-        source = torch.Generator().manual_seed(seed)
-        draws = torch.randint(len(inside), env.batch_size, generator=source, device="cpu")
-        self.starts = inside[draws.to(inside.device)]
-        safety = env.safety_margin(self.grid)
-        self.signals = {"safety_margin": safety, "reward": env.reward(safety)}
-        self.signals["target_margin"] = env.target_margin(self.grid)
-
-    def __call__(
-        self, policy: Callable[[TensorDictBase], TensorDictBase], next_value: Callable[[Tensor], Tensor]
-    ) -> SetEvaluation:
-        """Measure `policy`, and the set of `next_value`, which maps states `[*, 2]` to critic values `[*, 1]`."""
-        with evaluation_mode(policy if isinstance(policy, nn.Module) else nn.Module()):
-            value = state_value(self.backup, self.signals, next_value(self.grid)).squeeze(-1)
-        rolled = evaluate(self.env, policy, starts=self.starts, max_steps=self.rollout_steps)
-        metrics = set_metrics(value >= self.level, self.exact >= 0)
-        scores = {**metrics._asdict(), "safe_rate": rolled.safe_rate, "success_rate": rolled.success_rate}
-        return SetEvaluation(scores, value, rolled.states)
+            target = read(after, target_margin, remedy.format("target_margin"))
+            reached = reached | (~over & safe & (target >= 0))
+        length = length + ~over
+        held = over.reshape(*env.batch_size, *(1,) * (states[-1].ndim - len(env.batch_size)))
+        states.append(torch.where(held, states[-1], after[state_key]))
+        over = over | after["done"]
+        if over.all():
+            break
+    states += states[-1:] * (max_steps + 1 - len(states))
+    path = torch.stack(states, len(env.batch_size))
+    return _Episodes(
+        safe.reshape(-1),
+        length.reshape(-1),
+        path.reshape(-1, *path.shape[len(env.batch_size) :]),
+        None if reached is None else reached.reshape(-1),
+    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ def plot_value_map(
     Args:
         axes: coordinates of the grid, `[n]` and `[m]`.
         value: `[n, m]`; the learned set is where it is at least `level`.
-        exact: `[n, m]`, >= 0 on the exact set; its zero level is drawn dashed.
-        states: `[R, T, 2]` roll-outs.
+        exact: `[n, m]`, >= 0 on the exact set, or bool, true on it; its boundary is drawn dashed.
+        states: `[R, T, 2]` roll-outs; further coordinates are not drawn.
         level: value on the learned set's boundary.
         labels: names of the two axes.
         title: title of the picture.
@@ -63,7 +64,8 @@ def plot_value_map(
     figure.colorbar(mesh, ax=plot, label="learned value")
     legend = [_contour(plot, first, second, values, level, "black", "solid", "learned set")]
     if exact is not None:
-        boundary = exact.detach().cpu().numpy().T
+        signed = 2.0 * exact - 1.0 if exact.dtype == torch.bool else exact
+        boundary = signed.detach().cpu().numpy().T
         legend.append(_contour(plot, first, second, boundary, 0.0, "darkorange", "dashed", "exact set"))
     if states is not None:
         for path in states.detach().cpu().numpy():
@@ -85,7 +87,7 @@ def _contour(plot, first, second, values, level, color, style, label):
     return Line2D([], [], color=color, linestyle=style, label=label)
 
 
-def plot_curves(rows: Sequence[Mapping[str, float]], names: Sequence[str], *, x: str = "frames") -> Figure:
+def plot_curves(rows: Sequence[Mapping[str, float | None]], names: Sequence[str], *, x: str = "frames") -> Figure:
     """Draw each of `names` over `x` in a panel of its own.
 
     Args:
@@ -102,8 +104,8 @@ def plot_curves(rows: Sequence[Mapping[str, float]], names: Sequence[str], *, x:
 
     figure = Figure(figsize=(8, 1.8 * len(names)), layout="constrained")
     for plot, name in zip(np.atleast_1d(figure.subplots(len(names), 1, sharex=True)), names):
-        points = [(row[x], row[name]) for row in rows if row.get(name) is not None]
-        plot.plot(*zip(*points) if points else ([], []))
+        present = [row for row in rows if row.get(name) is not None]
+        plot.plot([row[x] for row in present], [row[name] for row in present])
         plot.set_ylabel(name)
         plot.grid(alpha=0.3)
     plot.set_xlabel(x)
