@@ -1,23 +1,39 @@
-"""What shared tests parametrize over: a new backup joins `BACKUPS` and `OPERATORS` and inherits every law."""
+"""What shared tests parametrize over: a new backup joins `BACKUPS` and `OPERATORS`, a new loss `LOSSES`, and inherits every law."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import settings
-from torch import Tensor
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import LossModule
 
+from torchrl_safety.modules import RainbowNetwork
 from torchrl_safety.objectives import (
     AvoidBackup,
     Backup,
+    CategoricalDQNLoss,
     DiscountedReturnBackup,
+    DiscreteReachAvoidSACLoss,
+    DiscreteSafetySACLoss,
     LipschitzReachAvoidBackup,
+    ReachAvoidA2CLoss,
     ReachAvoidBackup,
+    ReachAvoidDQNLoss,
+    ReachAvoidPPOLoss,
+    ReachAvoidSACLoss,
     ReachBackup,
+    SafetyA2CLoss,
+    SafetyDQNLoss,
+    SafetyPPOLoss,
+    SafetySACLoss,
 )
 
 SIGNALS = ("safety_margin", "target_margin", "reward")
@@ -97,3 +113,202 @@ def random_signals(
     """Normal signals of this shape, among them target margins above the safety margin."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator, dtype=dtype) for name in names}
+
+
+# --- losses ---
+
+ACTIONS = 3
+OBSERVATION = 2
+
+
+class Keys(NamedTuple):
+    """Where a test's networks find what they read."""
+
+    observation: Any = "observation"
+    action: Any = "action"
+    log_prob: Any = "action_log_prob"
+
+
+def _mlp(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def _actor(keys: Keys, continuous: bool) -> ProbabilisticActor:
+    outputs, distribution = (
+        (["loc", "scale"], TanhNormal) if continuous else (["logits"], torch.distributions.Categorical)
+    )
+    network = nn.Sequential(_mlp(OBSERVATION, 2), NormalParamExtractor()) if continuous else _mlp(OBSERVATION, ACTIONS)
+    return ProbabilisticActor(
+        TensorDictModule(network, [keys.observation], outputs),
+        in_keys=outputs,
+        out_keys=[keys.action],
+        distribution_class=distribution,
+        return_log_prob=True,
+        log_prob_keys=[keys.log_prob],
+    )
+
+
+def _action_values(keys: Keys) -> TensorDictModule:
+    return TensorDictModule(_mlp(OBSERVATION, ACTIONS), [keys.observation], ["action_value"])
+
+
+class LossCase(NamedTuple):
+    """A loss: what to build it from and what fits it."""
+
+    family: str
+    loss: type[LossModule]
+    backup: Backup
+    """The default one."""
+    settings: dict[str, Any]
+    """Those without which it cannot be built, or not be compared with a loop."""
+    networks: Callable[[Keys], tuple[nn.Module, ...]]
+    continuous: bool
+    terms: dict[str, str]
+    """Name of each term of the loss -> prefix of the names of the parameters that it trains."""
+    critic: str
+    """The term that holds the distance to the target."""
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether a batch is trajectories `[*B, T]`."""
+        return self.family in ("PPO", "A2C")
+
+    def build(self, *, keys: Keys | None = None, dtype: torch.dtype = torch.float64, **settings: Any) -> LossModule:
+        """The loss, always of the same weights; its target networks differ from the online ones."""
+        torch.manual_seed(0)
+        networks = (network.to(dtype) for network in self.networks(keys or Keys()))
+        loss = self.loss(*networks, **{**self.settings, **settings})
+        for name, params in loss.named_children():
+            if name.startswith("target_"):
+                for key, value in params.items(True, True):
+                    if value.is_floating_point() and "support" not in key:
+                        value.data.add_(torch.randn_like(value))
+        return loss
+
+    def batch(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> TensorDict:
+        """Transitions, or trajectories, with every kind of end among them."""
+        shape = shape or ((3, 5) if self.on_policy else (12,))
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*shape, *size, generator=generator, dtype=dtype)
+
+        terminated, truncated = (torch.rand(*shape, 1, generator=generator) < 0.25 for _ in range(2))
+        after = {name: normal(1) for name in SIGNALS} | {"observation": normal(OBSERVATION)}
+        after |= {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+        action = torch.randint(ACTIONS, shape, generator=generator)
+        root = {"observation": normal(OBSERVATION), "action": normal(1).tanh() * 0.9 if self.continuous else action}
+        root["action_log_prob"] = normal() / 4 - 1
+        return TensorDict({**root, "next": after}, shape)
+
+
+def _pair(family: str, safety: type[LossModule], reach_avoid: type[LossModule], *rest: Any) -> tuple[LossCase, ...]:
+    return (
+        LossCase(family, safety, AvoidBackup(), *rest),
+        LossCase(family, reach_avoid, ReachAvoidBackup(), *rest),
+    )
+
+
+def _critic(keys: Keys) -> ValueOperator:
+    return ValueOperator(_mlp(OBSERVATION, 1), in_keys=[keys.observation])
+
+
+_SAC = {"loss_actor": "actor_network_params", "loss_qvalue": "qvalue_network_params", "loss_alpha": "log_alpha"}
+_ON_POLICY = {
+    "loss_objective": "actor_network_params",
+    "loss_entropy": "actor_network_params",
+    "loss_critic": "critic_network_params",
+}
+
+LOSSES: tuple[LossCase, ...] = (
+    *_pair(
+        "DQN",
+        SafetyDQNLoss,
+        ReachAvoidDQNLoss,
+        {"loss_function": "l2"},
+        lambda keys: (_action_values(keys),),
+        False,
+        {"loss": "value_network_params"},
+        "loss",
+    ),
+    LossCase(
+        "categorical DQN",
+        CategoricalDQNLoss,
+        DiscountedReturnBackup(),
+        {},
+        lambda keys: (
+            RainbowNetwork(OBSERVATION, ACTIONS, support=(-2.0, 2.0), atoms=7, hidden=(8,), in_key=keys.observation),
+        ),
+        False,
+        {"loss": "value_network_params"},
+        "loss",
+    ),
+    *_pair(
+        "SAC",
+        SafetySACLoss,
+        ReachAvoidSACLoss,
+        {"loss_function": "l2", "target_entropy": -1.0},
+        lambda keys: (
+            _actor(keys, True),
+            ValueOperator(_mlp(OBSERVATION + 1, 1), in_keys=[keys.observation, keys.action]),
+        ),
+        True,
+        _SAC,
+        "loss_qvalue",
+    ),
+    *_pair(
+        "discrete SAC",
+        DiscreteSafetySACLoss,
+        DiscreteReachAvoidSACLoss,
+        {"loss_function": "l2", "num_actions": ACTIONS},
+        lambda keys: (_actor(keys, False), _action_values(keys)),
+        False,
+        _SAC,
+        "loss_qvalue",
+    ),
+    *(
+        case
+        for family, safety, reach_avoid in (
+            ("PPO", SafetyPPOLoss, ReachAvoidPPOLoss),
+            ("A2C", SafetyA2CLoss, ReachAvoidA2CLoss),
+        )
+        for case in _pair(
+            family,
+            safety,
+            reach_avoid,
+            {"loss_critic_type": "l2"},
+            lambda keys: (_actor(keys, False), _critic(keys)),
+            False,
+            _ON_POLICY,
+            "loss_critic",
+        )
+    ),
+)
+"""Every loss, with its default backup."""
+
+
+def flagged(terminated: Tensor, truncated: Tensor, seed: int = 0, dtype: torch.dtype = torch.float64) -> TensorDict:
+    """Random signals, values and observations beside these flags `[*B, 1]`, batch shape `[*B]`."""
+    source, shape = torch.Generator().manual_seed(seed), terminated.shape
+    drawn = {name: torch.randn(shape, generator=source, dtype=dtype) for name in (*SIGNALS, "state_value")}
+    observations = torch.randn(2, *shape[:-1], 2, generator=source, dtype=dtype)
+    flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+    root = {"observation": observations[0], "state_value": torch.randn(shape, generator=source, dtype=dtype)}
+    return TensorDict({**root, "next": {**drawn, **flags, "observation": observations[1]}}, shape[:-1])
+
+
+def trajectories(*shape: int, seed: int = 0, share: float = 0.2, dtype: torch.dtype = torch.float64) -> TensorDict:
+    """Random transitions of this batch shape, of which `share` terminate and `share` are truncated."""
+    source = torch.Generator().manual_seed(seed % 2**31)
+    kind = torch.rand(*shape, 1, generator=source)
+    return flagged(kind < share, kind > 1 - share, seed % 2**31, dtype)
+
+
+def random_windows(size: int, n: int, seed: int = 0) -> TensorDict:
+    """Windows of 1..n steps; what stands in the steps that do not exist is finite rubbish."""
+    batch, source = trajectories(size, seed=seed, share=0.3), torch.Generator().manual_seed(seed + 1)
+    valid = torch.arange(n).unsqueeze(-1) < torch.randint(1, n + 1, (size, 1, 1), generator=source)
+    steps = {name: torch.randn(size, n, 1, generator=source, dtype=torch.float64) for name in SIGNALS}
+    steps = {name: torch.where(valid, step, 1e3) for name, step in steps.items()}
+    batch["steps"] = TensorDict({**steps, "valid": valid}, [size, n])
+    return batch

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
@@ -36,6 +37,8 @@ N_STEP = ("last", "best")
 
 _KEPT = ("backup", "gamma", "lmbda", "bootstrap_on_truncation", "differentiable")
 
+ACTION_REMEDY = "Store the action index (a Categorical action) of each transition"
+
 _INPUT_REMEDY = (
     "It is an input of the network; n-step windows hold it below 'steps' if the NStepTransform has it among its signals"
 )
@@ -56,6 +59,16 @@ def network_input(tensordict: TensorDictBase, keys: list[NestedKey], place: Plac
     """The entries `keys` of the state that `place` names, under their own names."""
     entries = {key: read(tensordict, place(key), _INPUT_REMEDY) for key in keys}
     return TensorDict(entries, tensordict.batch_size)
+
+
+def check_index(action: Tensor, batch: torch.Size, choices: str) -> None:
+    """Refuse what is not one integer per transition, `[*B]` or `[*B, 1]`; one-hot actions would be read as indices."""
+    is_index = not (action.is_floating_point() or action.dtype == torch.bool)
+    if not is_index or (action.shape != batch and action.shape != (*batch, 1)):
+        raise ValueError(
+            f"actions of shape {list(action.shape)} and type {action.dtype} do not index {choices}: give one integer "
+            "per transition, `[*B]` or `[*B, 1]` (a Categorical action spec, not one-hot)"
+        )
 
 
 if TYPE_CHECKING:

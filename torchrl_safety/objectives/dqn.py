@@ -13,7 +13,14 @@ from torch import Tensor
 from torchrl.objectives import LossModule
 from torchrl.objectives.utils import distance_loss
 
-from torchrl_safety.objectives.backup_loss import BackupLoss, Place, network_input, reach_avoid
+from torchrl_safety.objectives.backup_loss import (
+    ACTION_REMEDY,
+    BackupLoss,
+    Place,
+    check_index,
+    network_input,
+    reach_avoid,
+)
 from torchrl_safety.objectives.backups import Backup, DiscountedReturnBackup
 from torchrl_safety.objectives.categorical import project_categorical
 from torchrl_safety.objectives.clamped_affine import ClampedAffine
@@ -75,7 +82,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         with torch.no_grad():
             target, report = self._target(tensordict)
         found = self._form(self._evaluate(self.value_network_params, tensordict, _here))
-        action = read(tensordict, keys.action, "Store the action index (a Categorical action) of each transition")
+        action = read(tensordict, keys.action, ACTION_REMEDY)
         loss, priority = self._distance(_gather_action(found, _action_index(found, action)), target)
         refuse_unless(torch.isfinite(priority).all(), _LOSS_FAULT)
         tensordict.set(keys.priority, priority.unsqueeze(-1))
@@ -349,12 +356,7 @@ def _check_support(support: Tensor) -> Tensor:
 def _action_index(logits: Tensor, action: Tensor) -> Tensor:
     """`action`, an index of `logits` `[*B, A, N]` as `[*B]` or `[*B, 1]`, checked and without the last dimension."""
     batch, actions = logits.shape[:-2], logits.shape[-2]
-    is_index = not (action.is_floating_point() or action.dtype == torch.bool)
-    if not is_index or (action.shape != batch and action.shape != (*batch, 1)):
-        raise ValueError(
-            f"actions of shape {list(action.shape)} and type {action.dtype} do not index logits {list(logits.shape)}: "
-            "give one integer per transition, `[*B]` or `[*B, 1]` (a Categorical action spec, not one-hot)"
-        )
+    check_index(action, batch, f"logits {list(logits.shape)}")
     refuse_unless(
         ((action >= 0) & (action < actions)).all(),
         f"an action lies outside 0..{actions - 1}: the network has {actions} actions; build it with those of the env",

@@ -15,9 +15,16 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.objectives import DiscreteSACLoss, SACLoss
 from torchrl.objectives.sac import compute_rsample_log_prob
 
-from torchrl_safety.objectives.backup_loss import BackupLoss, Place, network_input, reach_avoid
+from torchrl_safety.objectives.backup_loss import (
+    ACTION_REMEDY,
+    BackupLoss,
+    Place,
+    check_index,
+    network_input,
+    reach_avoid,
+)
 from torchrl_safety.objectives.backups import Backup
-from torchrl_safety.objectives.signals import check_number
+from torchrl_safety.objectives.signals import check_number, read
 
 
 class _SoftBackupLoss(BackupLoss):
@@ -111,6 +118,9 @@ class _DiscreteSAC(_SoftBackupLoss, DiscreteSACLoss):
         super().__init__(*networks, action_space=action_space, **settings)
 
     def _compute_target(self, tensordict: TensorDictBase) -> Tensor:
+        if self.action_space == "categorical":
+            action = read(tensordict, self.tensor_keys.action, ACTION_REMEDY)
+            check_index(action, tensordict.batch_size, f"the critics' {self.tensor_keys.action_value!r}")
         return self._target(tensordict)
 
     def _next_value(self, tensordict: TensorDictBase, place: Place) -> Tensor:

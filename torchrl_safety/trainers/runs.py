@@ -31,6 +31,9 @@ TABLE = {
 }
 """What :meth:`TrainingRun.finish` prints."""
 
+SHOWN = {"gamma": "γ", "loss": "loss", "safe_rate": "safe rate", "success_rate": "success rate", "iou": "IoU"}
+"""What :meth:`TrainingRun.report` shows beside the progress bar."""
+
 
 class TrainingRun:
     """A run in its folder; a context in which an interrupt waits for the end of the step.
@@ -144,9 +147,8 @@ class TrainingRun:
         self._progress.seconds = time.perf_counter() - self._started
         row = {"frames": self.frames, "seconds": self._progress.seconds, **more, **scores}
         self.rows.append(row)
-        self._bar.set_postfix_str(
-            ", ".join(f"{key} {row[key]:.3g}" for key in ("gamma", "loss", "safe_rate", "iou") if key in row)
-        )
+        shown = ((label, row.get(key)) for key, label in SHOWN.items())
+        self._bar.set_postfix_str(", ".join(f"{label} {value:.4g}" for label, value in shown if value is not None))
         for key, value in row.items():
             if key != "frames" and value is not None:
                 self._writer.add_scalar(key, value, self.frames)
