@@ -1,8 +1,8 @@
 """Lambda-returns of the avoid problem, against a loop over time written by hand.
 
-Run with `OMP_NUM_THREADS=1 python -m pytest benchmarks/bench_returns.py --benchmark-columns=median`: one table per shape
-`[T, B, 1]`, in which the figure in brackets is the ratio to the fastest row. The backup is part of the loop, so compare
-it with `whole`, that is `step_map` and `lambda_return`. The ways to walk back are timed without the mixing before them.
+Run with `OMP_NUM_THREADS=1 python -m pytest benchmarks/bench_returns.py --benchmark-columns=median`: one table per
+shape `[T, B, 1]`, with the ratio to its fastest row in brackets. The backup is part of the loop, so compare it with
+`whole`, that is `step_map` and `lambda_return`. The ways to walk back are timed without the mixing before them.
 """
 
 import pytest
@@ -50,7 +50,7 @@ def measure(benchmark, shape, function, *args):
 
 
 @every_shape
-@pytest.mark.benchmark(max_time=0.5)
+@pytest.mark.benchmark(max_time=0.3)
 @pytest.mark.parametrize("function", [by_hand, whole])
 def test_whole(benchmark, shape, function):
     inputs = segments(shape)
@@ -59,14 +59,14 @@ def test_whole(benchmark, shape, function):
 
 
 @every_shape
-@pytest.mark.benchmark(max_time=0.5)
+@pytest.mark.benchmark(max_time=0.3)
 def test_step_map_alone(benchmark, shape):
     margin, _, terminated, _ = segments(shape)
     measure(benchmark, shape, maps_of, margin, terminated)
 
 
 @every_shape
-@pytest.mark.benchmark(max_time=0.5)
+@pytest.mark.benchmark(max_time=0.3)
 def test_lambda_return_alone(benchmark, shape):
     margin, next_value, terminated, done = segments(shape)
     maps = maps_of(margin, terminated)
@@ -78,7 +78,7 @@ def by_doubling(maps, value):
 
 
 @every_shape
-@pytest.mark.benchmark(max_time=0.5)
+@pytest.mark.benchmark(max_time=0.3)
 @pytest.mark.parametrize("way", [clamped_affine._in_turn, clamped_affine._in_blocks, by_doubling])
 def test_way(benchmark, shape, way):
     margin, next_value, terminated, _ = segments(shape)

@@ -1,4 +1,4 @@
-"""What shared tests parametrize over: a new backup joins `BACKUPS` and `OPERATORS`, a new loss `LOSSES`, and inherits every law."""
+"""What shared tests parametrize over: a new backup joins `BACKUPS`, a new loss `LOSSES`, and inherits every law."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import settings
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import LossModule
 
 from torchrl_safety.modules import RainbowNetwork
@@ -129,8 +129,8 @@ class Keys(NamedTuple):
     log_prob: Any = "action_log_prob"
 
 
-def _mlp(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+def _mlp(inputs: int, outputs: int) -> MLP:
+    return MLP(in_features=inputs, out_features=outputs, num_cells=[8], activation_class=nn.Tanh)
 
 
 def _actor(keys: Keys, continuous: bool) -> ProbabilisticActor:
@@ -182,7 +182,7 @@ class LossCase(NamedTuple):
             if name.startswith("target_"):
                 for key, value in params.items(True, True):
                     if value.is_floating_point() and "support" not in key:
-                        value.data.add_(torch.randn_like(value))
+                        value.data.add_(torch.randn(value.shape, dtype=torch.float64))
         return loss
 
     def batch(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> TensorDict:
@@ -191,7 +191,7 @@ class LossCase(NamedTuple):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*size: int) -> Tensor:
-            return torch.randn(*shape, *size, generator=generator, dtype=dtype)
+            return torch.randn(*shape, *size, generator=generator, dtype=torch.float64).to(dtype)
 
         terminated, truncated = (torch.rand(*shape, 1, generator=generator) < 0.25 for _ in range(2))
         after = {name: normal(1) for name in SIGNALS} | {"observation": normal(OBSERVATION)}
@@ -250,7 +250,9 @@ LOSSES: tuple[LossCase, ...] = (
         {"loss_function": "l2", "target_entropy": -1.0},
         lambda keys: (
             _actor(keys, True),
-            ValueOperator(_mlp(OBSERVATION + 1, 1), in_keys=[keys.observation, keys.action]),
+            ValueOperator(
+                _mlp(OBSERVATION + 1, 1), in_keys=[keys.observation, keys.action], out_keys=["state_action_value"]
+            ),
         ),
         True,
         _SAC,
@@ -285,30 +287,3 @@ LOSSES: tuple[LossCase, ...] = (
     ),
 )
 """Every loss, with its default backup."""
-
-
-def flagged(terminated: Tensor, truncated: Tensor, seed: int = 0, dtype: torch.dtype = torch.float64) -> TensorDict:
-    """Random signals, values and observations beside these flags `[*B, 1]`, batch shape `[*B]`."""
-    source, shape = torch.Generator().manual_seed(seed), terminated.shape
-    drawn = {name: torch.randn(shape, generator=source, dtype=dtype) for name in (*SIGNALS, "state_value")}
-    observations = torch.randn(2, *shape[:-1], 2, generator=source, dtype=dtype)
-    flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
-    root = {"observation": observations[0], "state_value": torch.randn(shape, generator=source, dtype=dtype)}
-    return TensorDict({**root, "next": {**drawn, **flags, "observation": observations[1]}}, shape[:-1])
-
-
-def trajectories(*shape: int, seed: int = 0, share: float = 0.2, dtype: torch.dtype = torch.float64) -> TensorDict:
-    """Random transitions of this batch shape, of which `share` terminate and `share` are truncated."""
-    source = torch.Generator().manual_seed(seed % 2**31)
-    kind = torch.rand(*shape, 1, generator=source)
-    return flagged(kind < share, kind > 1 - share, seed % 2**31, dtype)
-
-
-def random_windows(size: int, n: int, seed: int = 0) -> TensorDict:
-    """Windows of 1..n steps; what stands in the steps that do not exist is finite rubbish."""
-    batch, source = trajectories(size, seed=seed, share=0.3), torch.Generator().manual_seed(seed + 1)
-    valid = torch.arange(n).unsqueeze(-1) < torch.randint(1, n + 1, (size, 1, 1), generator=source)
-    steps = {name: torch.randn(size, n, 1, generator=source, dtype=torch.float64) for name in SIGNALS}
-    steps = {name: torch.where(valid, step, 1e3) for name, step in steps.items()}
-    batch["steps"] = TensorDict({**steps, "valid": valid}, [size, n])
-    return batch

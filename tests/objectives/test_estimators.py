@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 
 import pytest
 import torch
-from contracts import BACKUPS, LAWS, OPERATORS, SIGNALS, flagged, random_windows, trajectories
+from batches import flagged, random_windows, trajectories
+from contracts import BACKUPS, LAWS, OPERATORS, SIGNALS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -15,7 +15,6 @@ from tensordict.nn import TensorDictModule
 from torch.testing import assert_close
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import MultiStepTransform
-from torchrl.objectives.utils import get_value_estimator_entry
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from torchrl_safety.data import NStepTransform
@@ -26,12 +25,9 @@ from torchrl_safety.objectives import (
     DiscountedReturnBackup,
     NStepBackupEstimator,
     ReachAvoidBackup,
-    SafetyA2CLoss,
-    SafetyDQNLoss,
     TD0BackupEstimator,
     TDLambdaBackupEstimator,
 )
-from torchrl_safety.objectives.estimators import BackupEstimator
 
 ESTIMATORS = (TD0BackupEstimator, NStepBackupEstimator, TDLambdaBackupEstimator)
 ALIASES = tuple(zip(("backup_td0", "backup_nstep", "backup_tdlambda"), BackupEstimators, ESTIMATORS))
@@ -413,6 +409,6 @@ def test_windows_of_summed_rewards_are_refused(kind):
         moved[key] = summed["steps_to_next_obs"].unsqueeze(-1)
         estimator.set_keys(steps_to_next_obs=key)
         trajectory = moved.unsqueeze(0)
-        with pytest.raises(ValueError, match="MultiStepTransform.*use torchrl_safety.data.NStepTransform"):
+        with pytest.raises(ValueError, match=r"MultiStepTransform.*use torchrl_safety\.data\.NStepTransform"):
             estimator.value_estimate(trajectory, next_value=torch.zeros(*trajectory.shape, 1))
     assert estimator.value_estimate(trajectories(2, 3)).shape == (2, 3, 1)

@@ -491,14 +491,16 @@ def test_targets_can_be_vmapped(backup, names, length):
 
 
 @pytest.mark.parametrize(
-    ("backup", "length"), [(AvoidBackup(), 21), (ReachAvoidBackup(), 6), (DiscountedReturnBackup(), 6)], ids=repr
+    ("backup", "length", "backend"),
+    [(AvoidBackup(), 21, "aot_eager"), (ReachAvoidBackup(), 6, "eager"), (DiscountedReturnBackup(), 6, "eager")],
+    ids=repr,
 )
-def test_targets_compile_without_graph_breaks(backup, length):
+def test_targets_compile_without_graph_breaks(backup, length, backend):
     shape = (2, length, 1)
     signals, following, ended = random_signals(backup.signals, shape), values(shape), flags(shape)
     gamma, lmbda = torch.tensor(0.9, dtype=torch.float64), torch.tensor(0.8, dtype=torch.float64)
     torch.compiler.reset()
-    compiled = torch.compile(both_targets, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(both_targets, fullgraph=True, backend=backend)
     expected = both_targets(backup, signals, following, ended, gamma, lmbda)
     for result, target in zip(compiled(backup, signals, following, ended, gamma, lmbda), expected):
         assert_close(result, target)

@@ -26,7 +26,8 @@ class DubinsCarEnv(NativeEnv):
     :math:`v\,dt\,\mathrm{sinc}(\omega\,dt/2)` in direction :math:`\theta + \omega\,dt/2`. Discrete actions 0, 1, 2
     stand for :math:`-v/\rho` (right), 0 and :math:`v/\rho` (left). θ is wrapped to [-π, π). See
     :class:`~torchrl_safety.envs.base.NativeEnv` for keys and the remaining arguments; the reach-avoid problem and
-    its constants are those of Hsu et al. 2021, section V.
+    its constants are those of Hsu et al. 2021, "Safety and Liveness Guarantees through Reach-Avoid Reinforcement
+    Learning".
 
     Args:
         num_envs: batch size N.

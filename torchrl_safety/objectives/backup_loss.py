@@ -204,6 +204,10 @@ class BackupLoss(_Base):
             return estimator.best_estimate(tensordict, value_at(steps_key))
         return estimator.value_estimate(tensordict, next_value=value_at(next_key))
 
+    def _refuse_empty(self, shape: torch.Size) -> None:
+        if self.reduction == "mean" and not shape.numel():
+            raise ValueError(f"the batch {list(shape)} holds no transition, so its mean loss is undefined")
+
     def _reduce_loss(
         self,
         loss: Tensor,
@@ -213,8 +217,7 @@ class BackupLoss(_Base):
         **options: Any,
     ) -> Tensor:
         """Importance weights multiply each loss before the mean over the batch, which TorchRL divides by their sum."""
-        if self.reduction == "mean" and not loss.numel():
-            raise ValueError(f"the batch {list(loss.shape)} holds no transition, so its mean loss is undefined")
+        self._refuse_empty(loss.shape)
         if weights is not None:
             loss = loss * weights.reshape(loss.shape)
         return super()._reduce_loss(loss, tensordict, **options)

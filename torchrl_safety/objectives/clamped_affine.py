@@ -14,7 +14,7 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def affine(slope: Tensor, offset: Tensor, value: Tensor) -> Tensor:
     """`slope * value + offset`, where a zero slope ignores the value: 0 * inf and 0 * nan are 0 here."""
-    # The backward of relu: the value where the slope is positive, else 0. On a CPU torch.where takes five times as long.
+    # The backward of relu: the value where the slope is positive, else 0. On a CPU torch.where takes five times longer.
     counted = torch.ops.aten.threshold_backward.default(value, slope, 0)
     return torch.addcmul(offset, slope, counted)
 

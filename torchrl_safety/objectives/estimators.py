@@ -27,7 +27,7 @@ _VALUE_REMEDY = (
     "Give the estimator a value network that writes it, pass next_value=..., or name its key with set_keys(...)"
 )
 
-_NEXT_INPUT_REMEDY = "The value network reads it in the next state too; collect the true next observation"
+_INPUT_REMEDY = "The value network reads it in this state and in the next one; collect both, the true next observation"
 
 _SUMMED = "steps_to_next_obs"
 
@@ -52,7 +52,7 @@ class BackupEstimator(TD0Estimator):
         gamma: discount in [0, 1]; a float64 buffer, in which 1 - gamma stays exact near 1.
         value_network: writes ``"state_value"`` `[*B, 1]`; may be absent where a loss gives the next value.
         bootstrap_on_truncation: whether a truncated step continues into the next value.
-        differentiable: whether gradients flow through the targets of :meth:`forward`.
+        differentiable: whether gradients flow through the targets; else next values are detached.
         **settings: further arguments of TorchRL's estimators, e.g. ``skip_existing`` or ``deactivate_vmap``.
 
     Raises:
@@ -132,6 +132,9 @@ class BackupEstimator(TD0Estimator):
         if self.value_network is None:
             read(tensordict, self.tensor_keys.value, _VALUE_REMEDY)
         else:
+            for key in self.value_network.in_keys:
+                if tensordict.get(next_key(key), None) is not None:
+                    read(tensordict, key, _INPUT_REMEDY)
             self._check_next_inputs(tensordict)
         return super().forward(tensordict, params=params, target_params=target_params)
 
@@ -142,7 +145,7 @@ class BackupEstimator(TD0Estimator):
         for key in self.value_network.in_keys:
             if tensordict.get(key, None) is None:
                 continue  # the network may do without; if not, it says so
-            after = read(tensordict, next_key(key), _NEXT_INPUT_REMEDY)
+            after = read(tensordict, next_key(key), _INPUT_REMEDY)
             if ended is not None and after.is_floating_point():
                 nan = after.isnan().flatten(tensordict.ndim).any(-1) & ~ended.flatten(tensordict.ndim).all(-1)
                 refuse_unless(
@@ -193,7 +196,7 @@ class BackupEstimator(TD0Estimator):
             next_value = self._next_value(tensordict, target_params, kwargs={})
         if next_value is None:
             next_value = read(tensordict, next_key(self.tensor_keys.value), _VALUE_REMEDY)
-        return next_value
+        return next_value if self.differentiable else next_value.detach()
 
 
 @register_value_estimator(BackupEstimators.BACKUP_NSTEP, default_kwargs={"gamma": 0.99})
@@ -313,15 +316,16 @@ class TDLambdaBackupEstimator(BackupEstimator):
     ) -> Tensor:
         r"""The :math:`\lambda`-return `[*B, T, 1]`; `next_value` `[*B, T, 1]` is that of each true next observation."""
         _refuse_windows(tensordict, "TD(lambda)")
-        time = self._find_time(tensordict, time_dim)
+        done = read(tensordict, next_key(self.tensor_keys.done), "Collect it with the environment's flags")
+        time = self._find_time(tensordict, done, time_dim)
         maps, _valid = self.step_maps(tensordict)
         after = self._value_after(tensordict, target_params, next_value)
-        done = read(tensordict, next_key(self.tensor_keys.done), "Collect it with the environment's flags")
         return lambda_return(maps.compose(), after, lmbda=self.lmbda, done=done, time_dim=time)
 
-    def _find_time(self, tensordict: TensorDictBase, time_dim: int | None) -> int:
+    def _find_time(self, tensordict: TensorDictBase, done: Tensor, time_dim: int | None) -> int:
         chosen = self.time_dim if time_dim is None else time_dim
-        dims = tensordict.ndim
+        # A batch made of keyword arguments takes the trailing 1 of columns for one more of its dimensions.
+        dims = min(tensordict.ndim, done.ndim - 1)
         if chosen is not None:
             if not -dims <= chosen < dims:
                 raise ValueError(f"time_dim is {chosen}, the batch {list(tensordict.batch_size)} has {dims} dimensions")

@@ -26,6 +26,8 @@ from torchrl_safety.objectives.backup_loss import (
 from torchrl_safety.objectives.backups import Backup
 from torchrl_safety.objectives.signals import check_number, read
 
+_CRITIC_REMEDY = "Give the loss critics that write it (ValueOperator(..., out_keys=...)), or name its key with set_keys"
+
 
 class _SoftBackupLoss(BackupLoss):
     """The constructor that both kinds of actions share."""
@@ -61,6 +63,7 @@ class _SoftBackupLoss(BackupLoss):
         )
 
     def _target(self, tensordict: TensorDictBase) -> Tensor:
+        self._refuse_empty(tensordict.batch_size)
         with torch.no_grad():
             return self._window_target(tensordict, lambda place: self._next_value(tensordict, place)).squeeze(-1)
 
@@ -103,7 +106,7 @@ class _ContinuousSAC(_SoftBackupLoss, SACLoss):
         return value
 
     def _critics(self, state: TensorDictBase, params: TensorDictBase) -> Tensor:
-        return self._vmap_qnetworkN0(state, params).get(self.tensor_keys.state_action_value)
+        return read(self._vmap_qnetworkN0(state, params), self.tensor_keys.state_action_value, _CRITIC_REMEDY)
 
 
 class _DiscreteSAC(_SoftBackupLoss, DiscreteSACLoss):
@@ -133,7 +136,7 @@ class _DiscreteSAC(_SoftBackupLoss, DiscreteSACLoss):
         return value.sum(-1, keepdim=True)
 
     def _critics(self, state: TensorDictBase, params: TensorDictBase) -> Tensor:
-        return self._vmap_qnetworkN0(state, params).get(self.tensor_keys.action_value)
+        return read(self._vmap_qnetworkN0(state, params), self.tensor_keys.action_value, _CRITIC_REMEDY)
 
 
 class SafetySACLoss(_ContinuousSAC):

@@ -91,8 +91,11 @@ class TrainingRun:
         self._saves = rotation(folder)
         self._started = time.perf_counter() - self._progress.seconds
         self._before = self.frames
-        self._writer = SummaryWriter(folder, purge_step=self.frames)
-        self._bar = tqdm(total=budget, initial=self.frames, unit="frame", unit_scale=True, dynamic_ncols=True)
+        # What a stopped run told TensorBoard after the checkpoint is told again.
+        self._writer = SummaryWriter(folder, purge_step=None if saved is None else self.frames + 1)
+        self._bar = tqdm(
+            total=budget, initial=min(self.frames, budget), unit="frame", unit_scale=True, dynamic_ncols=True
+        )
 
     @property
     def state(self) -> TensorDictBase:
@@ -126,12 +129,13 @@ class TrainingRun:
     def __exit__(self, *fault: Any) -> None:
         self._catcher.__exit__(*fault)
         self._bar.close()
+        self._writer.close()
 
     def advance(self, frames: int) -> None:
         """Count the frames that were just collected."""
         self._before = self.frames
         self._progress.frames += frames
-        self._bar.update(frames)
+        self._bar.update(min(self.frames, self.budget) - self._bar.n)
 
     def count_update(self) -> None:
         """Count an update."""
@@ -165,6 +169,7 @@ class TrainingRun:
         """Save at one of the `checkpoints` moments; save and end the program when it was interrupted."""
         if self.due(self.checkpoints) or self.interrupted:
             self._progress.seconds = time.perf_counter() - self._started
+            self._writer.flush()  # a resumed run tells only what comes after the checkpoint
             self._saves.save(self._checkpoint, step=self.frames)
         if self.interrupted:
             self._bar.close()
@@ -206,7 +211,6 @@ class TrainingRun:
         )
         figure.savefig(self.folder / "value_map.png", dpi=120)
         self._writer.add_figure("value_map", figure, self.frames)
-        self._writer.close()
         known = [name for name, value in self.rows[-1].items() if value is not None] if self.rows else []
         drawn = [name for name in known if name not in ("frames", "seconds")]
         plot_curves(self.rows, drawn).savefig(self.folder / "curves.png")
