@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from torchrl.checkpoint import CheckpointError
 
-from torchrl_safety.trainers import find_checkpoint
+from torchrl_safety.trainers import check_options, find_checkpoint
 
 Train = Callable[[DictConfig, Path, Path | None], None]
 
@@ -42,6 +41,33 @@ def start(cfg: DictConfig, train: Train, *, kept: Sequence[str]) -> None:
     sys.exit(f"error: {fault}")
 
 
+def check_shared(cfg: DictConfig, *, problems: Iterable[str], envs: Iterable[str]) -> None:
+    """Refuse wrong values of the options that every script has.
+
+    Args:
+        cfg: the options.
+        problems: names of the problems that the script knows.
+        envs: names of its environments.
+
+    Raises:
+        ValueError: for the first one that does not fit.
+    """
+    check_options(cfg, choices={"problem.name": problems, "env.name": envs})
+    settings = [key for key in cfg.env if key not in ("name", "max_steps", "end_criterion", "support", "grid")]
+    check_options(
+        cfg,
+        counts="seed evaluations checkpoints",
+        whole="frames threads num_envs rollouts rollout_steps",
+        widths="hidden",
+        shares="gamma.start gamma.end gamma.ratio",
+        positive=" ".join(["gamma.period", "max_grad_norm", *(f"env.{key}" for key in settings)]),
+        corners="env.grid.low env.grid.high",
+        nodes="env.grid.nodes",
+        labels="env.grid.labels",
+        device="device",
+    )
+
+
 def command_line(main: Callable[[], Any]) -> None:
     """Run a `hydra.main` function; what Hydra complains of is one line too."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its complaint over instead of printing several lines
@@ -65,11 +91,15 @@ def _resumed(cfg: DictConfig, kept: Sequence[str]) -> tuple[DictConfig, Path, Pa
     _remove_if_empty(folder)
     saved = find_checkpoint(str(cfg.resume)).resolve()
     folder = saved.parents[1]
-    stored, changes = OmegaConf.load(folder / "config.yaml"), []
+    stored = OmegaConf.load(folder / "config.yaml")
     for text in HydraConfig.get().overrides.task:
-        option = re.split("[.=]", text)[0]
-        if option in kept and cfg[option] != stored[option]:
+        name = text.partition("=")[0].strip("+~")
+        option = name.partition(".")[0]
+        if option not in stored:
+            raise ValueError(f"{text!r} beside resume=: the run has no {option}; leave it out")
+        if option not in kept:
+            OmegaConf.update(stored, name, OmegaConf.select(cfg, name))
+        elif cfg.get(option) != stored[option]:
             raise ValueError(f"{text!r} beside resume=: the run has {option}={stored[option]}; leave it out")
-        if option not in (*kept, "resume"):
-            changes.append(text)
-    return OmegaConf.merge(stored, OmegaConf.from_dotlist(changes)), folder, saved
+    stored.resume = None
+    return stored, folder, saved

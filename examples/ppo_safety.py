@@ -11,7 +11,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from launch import command_line, start
+from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -40,18 +40,14 @@ def make_env(cfg: DictConfig, num_envs: int, **settings):
 
 
 def check(cfg: DictConfig) -> None:
-    if cfg.algorithm not in LOSSES:
-        raise ValueError(f"algorithm is {cfg.algorithm!r}; choose one of {list(LOSSES)}")
-    for option, choices in (("problem", LOSSES[cfg.algorithm]), ("env", ENVS)):
-        if cfg[option].name not in choices:
-            raise ValueError(f"{option}.name is {cfg[option].name!r}; choose one of {list(choices)}")
     check_options(
         cfg,
-        whole="frames threads num_envs steps epochs minibatch rollouts rollout_steps",
-        positive="lr.start lr.end max_grad_norm entropy.start entropy.end",
+        choices={"algorithm": LOSSES},
+        whole="steps epochs minibatch",
+        positive="lr.start lr.end entropy.start entropy.end clip",
         shares="lmbda",
-        device="device",
     )
+    check_shared(cfg, problems=LOSSES[cfg.algorithm], envs=ENVS)
     if cfg.minibatch > cfg.num_envs * cfg.steps:
         raise ValueError(
             f"minibatch={cfg.minibatch} is more than a batch of num_envs={cfg.num_envs} times steps={cfg.steps} holds"

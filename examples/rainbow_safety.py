@@ -11,7 +11,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from launch import command_line, start
+from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from tensordict.nn import TensorDictSequential
@@ -45,17 +45,20 @@ def make_env(cfg: DictConfig, num_envs: int, **settings):
 
 
 def check(cfg: DictConfig) -> None:
-    for option, choices in (("problem", BACKUPS), ("env", ENVS)):
-        if cfg[option].name not in choices:
-            raise ValueError(f"{option}.name is {cfg[option].name!r}; choose one of {list(choices)}")
+    check_shared(cfg, problems=BACKUPS, envs=ENVS)
     check_options(
         cfg,
+        choices={"dueling": ("mean", "max", None), "problem.n_step": ("last", "best")},
         flags="double noisy prioritized categorical",
-        whole="frames threads batch_size n_steps atoms num_envs buffer_size warmup_frames rollouts rollout_steps",
-        positive="lr.start lr.end tau max_grad_norm",
-        shares="epsilon.start epsilon.end beta",
-        device="device",
+        whole="batch_size n_steps atoms buffer_size warmup_frames",
+        positive="lr.start lr.end tau",
+        shares="epsilon.start epsilon.end beta tau",
+        amounts="alpha sigma_init epsilon.fraction",
+        numbers="problem.level",
+        intervals="problem.support",
     )
+    if cfg.epsilon.end > cfg.epsilon.start:
+        raise ValueError(f"epsilon.end={cfg.epsilon.end} is more than epsilon.start={cfg.epsilon.start}; lower it")
     if cfg.batch_size > cfg.warmup_frames or cfg.warmup_frames > cfg.buffer_size:
         raise ValueError(
             f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}: need "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from launch import command_line, start
+from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -58,16 +58,16 @@ def make_env(cfg: DictConfig, num_envs: int, **settings):
 
 
 def check(cfg: DictConfig) -> None:
-    for option, choices in (("problem", LOSSES), ("env", ENVS)):
-        if cfg[option].name not in choices:
-            raise ValueError(f"{option}.name is {cfg[option].name!r}; choose one of {list(choices)}")
+    check_shared(cfg, problems=LOSSES, envs=ENVS)
     check_options(
         cfg,
+        choices={"n_step": ("last", "best")},
         flags="entropy_in_target",
-        whole="frames threads batch_size n_steps num_envs buffer_size warmup_frames rollouts rollout_steps critics",
-        positive="lr.actor lr.critic lr.alpha lr.final alpha.start alpha.min tau max_grad_norm",
-        shares="random_actions",
-        device="device",
+        whole="batch_size n_steps buffer_size warmup_frames critics",
+        positive="lr.actor lr.critic lr.alpha lr.final alpha.start alpha.min tau",
+        limits="alpha.max",
+        shares="random_actions tau lr.final",
+        numbers="target_entropy",
     )
     if cfg.batch_size > cfg.warmup_frames or cfg.warmup_frames > min(cfg.buffer_size, cfg.frames):
         raise ValueError(

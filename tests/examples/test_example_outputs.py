@@ -31,7 +31,13 @@ def test_a_run_leaves_its_table_pictures_metrics_events_checkpoints_and_summary(
     assert "value_map" in events.Tags()["images"]
     assert [event.step for event in events.Scalars("iou")] == moments
     assert f"frames: {FRAMES}" in (folder / "config.yaml").read_text()
-    for line in ("IoU with the exact set", "false-safe rate", "false-unsafe rate", "safe rate of the policy", "seconds"):
+    for line in (
+        "IoU with the exact set",
+        "false-safe rate",
+        "false-unsafe rate",
+        "safe rate of the policy",
+        "seconds",
+    ):
         assert line in out
     assert str(folder) in out
     for part in ("frame/s", "γ 0.", "safe rate", "IoU", "1.50k/1.50k", "100%"):
@@ -58,6 +64,7 @@ def test_another_seed_gives_another_run(finish, tmp_path, algorithm):
     assert any("generator" in path for path in changed), "of the environment"
 
 
+NOTHING_BETWEEN = ["evaluations=0", "checkpoints=0"]
 DUBINS = ["env=dubins_car", "env.grid.nodes=[9,9,8]", "problem=reach_avoid"]
 
 
@@ -85,18 +92,20 @@ def test_a_target_gives_a_success_rate_and_three_dimensions_a_picture(tmp_path, 
     ("script", "options"),
     [
         ("rainbow_safety", ["problem=return"]),
-        ("rainbow_safety", ["double=false", "dueling=null", "noisy=false", "prioritized=false", "n_steps=1", "atoms=9"]),
+        (
+            "rainbow_safety",
+            ["double=false", "dueling=null", "noisy=false", "prioritized=false", "n_steps=1", "atoms=9"],
+        ),
         ("rainbow_safety", ["dueling=max", "problem=reach_avoid", "num_envs=7"]),
         ("rainbow_safety", ["categorical=false", "problem=reach_avoid", "env=dubins_car", "env.grid.nodes=9"]),
         # The first windows fill long after the warm-up; nothing is measured or saved on the way.
         (
             "rainbow_safety",
-            ["num_envs=1", "n_steps=60", "warmup_frames=1", "batch_size=1", "frames=300", "evaluations=0"]
-            + ["checkpoints=0"],
+            ["num_envs=1", "n_steps=60", "warmup_frames=1", "batch_size=1", "frames=300", *NOTHING_BETWEEN],
         ),
         ("sac_safety", ["entropy_in_target=true", "n_steps=1", "critics=1", "num_envs=7"]),
         ("sac_safety", ["n_step=best", "problem=reach_avoid", "alpha.max=0.1", "random_actions=0"]),
-        ("sac_safety", ["env=dubins_car", "env.grid.nodes=9", "evaluations=0", "checkpoints=0"]),
+        ("sac_safety", ["env=dubins_car", "env.grid.nodes=9", *NOTHING_BETWEEN]),
         ("ppo_safety", ["problem=reach_avoid", "lmbda=1", "num_envs=7"]),
         ("ppo_safety", ["algorithm=a2c", "epochs=1", "env=dubins_car", "env.grid.nodes=9"]),
         ("ppo_safety", ["frames=10", "evaluations=10", "checkpoints=10"]),  # less than a batch

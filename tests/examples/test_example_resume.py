@@ -79,12 +79,16 @@ def test_an_interrupted_run_is_saved_and_says_how_to_go_on(tmp_path, algorithm):
         ("rainbow", "problem=return", "the run has problem={'name': 'avoid'"),
         ("rainbow", "env.dt=0.1", "the run has env={'name': 'double_integrator', 'dt': 0.05"),
         ("sac", "critics=3", "the run has critics=2"),
-        ("sac", "seed=3", "the run has seed=0"),
+        ("sac", "++seed=3", "the run has seed=0"),
+        ("sac", "~hidden", "the run has hidden=[16, 16]"),
+        ("rainbow", "rainbow=return", "the run has no rainbow"),
         ("ppo", "algorithm=a2c", "the run has algorithm=ppo"),
         ("ppo", "env=dubins_car", "the run has env={'name': 'double_integrator'"),
     ],
 )
-def test_a_resume_with_options_that_do_not_fit_is_refused_with_nothing_changed(finish, tmp_path, algorithm, option, kept):
+def test_a_resume_with_options_that_do_not_fit_is_refused_with_nothing_changed(
+    finish, tmp_path, algorithm, option, kept
+):
     whole, _ = finish(algorithm)
     folder = shutil.copytree(whole, tmp_path / "run")
     code, _, err = run(LEARNERS[algorithm].script, tmp_path / "unused", f"resume={folder}", option)
@@ -103,7 +107,7 @@ def test_a_finished_run_can_be_shown_again_and_lengthened(finish, tmp_path, algo
     whole, _ = finish(algorithm)
     learner = LEARNERS[algorithm]
     folder = shutil.copytree(whole, tmp_path / "run")
-    longer = checkpoints(folder)[-1], ["frames=2000"]
+    longer = checkpoints(folder)[-1], ["++frames=2000", "gamma={start:0.5,end:0.9,ratio:0.1,period:0.1}"]
     for path, options in ((folder, learner.options), longer, (folder, ["problem=avoid", "seed=0"])):
         code, _, err = run(learner.script, tmp_path / "unused", f"resume={path}", *options)
         assert code == 0, err
@@ -111,6 +115,8 @@ def test_a_finished_run_can_be_shown_again_and_lengthened(finish, tmp_path, algo
         frames = json.loads((folder / "summary.json").read_text())["frames"]
         assert expected <= frames < expected + learner.batch
     assert expected == 2000, "the longer budget is remembered"
+    assert "  start: 0.5\n  end: 0.9\n" in (folder / "config.yaml").read_text()
+    assert float(metrics(folder)[-1]["gamma"]) == 0.9999, "a discount never falls"
     assert metrics(folder)[:4] == metrics(whole)
     assert int(metrics(folder)[-1]["frames"]) == frames
 

@@ -34,12 +34,7 @@ class _OnPolicyBackupLoss(BackupLoss):
     ) -> None:
         super().__init__(actor_network, critic_network, **settings)
         self._use_backup(
-            backup,
-            terminal_type,
-            gamma=gamma,
-            lmbda=lmbda,
-            bootstrap_on_truncation=bootstrap_on_truncation,
-            deactivate_vmap=True,  # a vmap over the critic's weights compiles for one batch shape only
+            backup, terminal_type, gamma=gamma, lmbda=lmbda, bootstrap_on_truncation=bootstrap_on_truncation
         )
 
 

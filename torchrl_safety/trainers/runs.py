@@ -211,9 +211,10 @@ class TrainingRun:
         )
         figure.savefig(self.folder / "value_map.png", dpi=120)
         self._writer.add_figure("value_map", figure, self.frames)
-        known = [name for name, value in self.rows[-1].items() if value is not None] if self.rows else []
-        drawn = [name for name in known if name not in ("frames", "seconds")]
-        plot_curves(self.rows, drawn).savefig(self.folder / "curves.png")
+        if self.rows:
+            known = [name for name, value in self.rows[-1].items() if value is not None]
+            drawn = [name for name in known if name not in ("frames", "seconds")]
+            plot_curves(self.rows, drawn).savefig(self.folder / "curves.png")
         for key, label in TABLE.items():
             if (shown := summary[key]) is not None:
                 print(f"{label:<34}{shown:>10,}" if isinstance(shown, int) else f"{label:<34}{shown:>10.4f}")

@@ -1,0 +1,348 @@
+"""Forward and backward of every loss beside the same maths written by hand, and beside TorchRL's own loss.
+
+Run with `OMP_NUM_THREADS=1 python -m pytest benchmarks/bench_losses.py --benchmark-columns=median`: one table per loss,
+in processor time of this thread, with the ratio to its fastest row in brackets. The hand-written rows use plain modules
+and tensors, give all that the loss gives (its terms, what it logs, the priorities) and are checked against it, numbers
+and gradients, before the clock starts. TorchRL's rows do the work of its losses, which learn other targets.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchrl.modules import (
+    MLP,
+    DistributionalQValueActor,
+    NormalParamExtractor,
+    ProbabilisticActor,
+    QValueActor,
+    TanhNormal,
+    ValueOperator,
+)
+from torchrl.objectives import A2CLoss, ClipPPOLoss, DiscreteSACLoss, DistributionalDQNLoss, DQNLoss, LossModule, SACLoss
+
+from torchrl_safety.modules import RainbowNetwork
+from torchrl_safety.objectives import (
+    AvoidBackup,
+    CategoricalDQNLoss,
+    DiscreteSafetySACLoss,
+    SafetyA2CLoss,
+    SafetyDQNLoss,
+    SafetyPPOLoss,
+    SafetySACLoss,
+)
+
+OBSERVATION, ACTIONS, ATOMS, CONTROLS = 6, 3, 51, 2
+OFF_POLICY, ON_POLICY = 256, 1024
+GAMMA, LEAST_ALPHA, CLIP, ENTROPY_COEFF = 0.99, 1e-3, 0.2, 0.01
+
+
+class Row(NamedTuple):
+    forward: Callable[[], Mapping[str, Tensor]]
+    """The terms of the loss, and all that it logs."""
+    parameters: list[nn.Parameter]
+
+    def train(self) -> Mapping[str, Tensor]:
+        for parameter in self.parameters:
+            parameter.grad = None
+        terms = self.forward()
+        sum(value for name, value in terms.items() if name.startswith("loss")).backward()
+        return terms
+
+
+def mlp(inputs: int, outputs: int, *head: nn.Module) -> nn.Module:
+    body = MLP(in_features=inputs, out_features=outputs, num_cells=[128, 128], activation_class=nn.ReLU)
+    return nn.Sequential(body, *head) if head else body
+
+
+def make_batch(size: int, *, continuous: bool = False) -> TensorDict:
+    ended = torch.rand(size, 1) < 0.05
+    after = {"observation": torch.randn(size, OBSERVATION), "terminated": ended, "done": ended}
+    after |= {"safety_margin": torch.randn(size, 1), "reward": torch.randn(size, 1)}
+    action = torch.rand(size, CONTROLS) * 1.8 - 0.9 if continuous else torch.randint(ACTIONS, (size,))
+    batch = {"observation": torch.randn(size, OBSERVATION), "action": action, "next": after}
+    if size == ON_POLICY:
+        batch |= {"advantage": torch.randn(size, 1), "value_target": torch.randn(size, 1)}
+        batch["action_log_prob"] = torch.randn(size) / 10 - math.log(ACTIONS)
+    return TensorDict(batch, [size])
+
+
+def row(loss: LossModule, batch: TensorDict) -> Row:
+    for name, target in loss.named_buffers():
+        if name.startswith("target_") and "_params." in name and "support" not in name:
+            target.data += torch.randn_like(target) / 100
+    return Row(lambda: loss(batch), list(loss.parameters()))
+
+
+def copies(network: nn.Module, params: TensorDictBase) -> list[nn.Module]:
+    """`network` with the values of `params`, once for each of the critics stacked in it."""
+    made = []
+    for values in params.data.unbind(0) if params.batch_dims else [params.data]:
+        values = values.clone().flatten_keys(".")
+        made.append(copy.deepcopy(network))
+        state = made[-1].state_dict()
+        made[-1].load_state_dict({name: next(v for k, v in values.items() if k.endswith(name)) for name in state})
+    return made
+
+
+def weights(*modules: nn.Module) -> list[nn.Parameter]:
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+def avoid(batch: TensorDict, value: Tensor) -> Tensor:
+    margin, ended = batch["next", "safety_margin"], batch["next", "done"]
+    return torch.where(ended, margin, (1 - GAMMA) * margin + GAMMA * torch.minimum(margin, value))
+
+
+# --- value losses ---
+
+
+def dqn() -> dict[str, Row]:
+    batch, network = make_batch(OFF_POLICY), mlp(OBSERVATION, ACTIONS)
+    loss = SafetyDQNLoss(TensorDictModule(network, ["observation"], ["action_value"]), gamma=GAMMA)
+    actor = QValueActor(copy.deepcopy(network), in_keys=["observation"], action_space="categorical")
+    theirs = DQNLoss(actor, action_space="categorical", delay_value=True, double_dqn=True)
+    theirs.make_value_estimator(gamma=GAMMA)
+    rows = {"ours": row(loss, batch), "torchrl": row(theirs, batch.clone())}
+    (online,), (target,) = copies(network, loss.value_network_params), copies(network, loss.target_value_network_params)
+    now, after, index = batch["observation"], batch["next", "observation"], batch["action"].unsqueeze(-1)
+
+    def by_hand() -> dict[str, Tensor]:
+        with torch.no_grad():
+            wanted = avoid(batch, target(after).gather(-1, online(after).argmax(-1, keepdim=True)))
+        found = online(now).gather(-1, index)
+        return {"loss": F.smooth_l1_loss(found, wanted), "td_error": (found.detach() - wanted).abs()}
+
+    return rows | {"hand": Row(by_hand, weights(online))}
+
+
+def project(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
+    low, high = float(support[0]), float(support[-1])
+    position = ((atoms.clamp(low, high) - low) * ((ATOMS - 1) / (high - low))).clamp_(0, ATOMS - 1)
+    lower = position.floor().clamp_(max=ATOMS - 2)
+    upper_mass, index = probs * (position - lower), lower.long()
+    mass = torch.zeros_like(probs)
+    return mass.scatter_add_(-1, index, probs - upper_mass).scatter_add_(-1, index + 1, upper_mass)
+
+
+def categorical_dqn() -> dict[str, Row]:
+    batch = make_batch(OFF_POLICY)
+    batch["next", "safety_margin"] = batch["next", "safety_margin"].clamp(-1.5, 1.5)
+    network = RainbowNetwork(OBSERVATION, ACTIONS, support=(-1.5, 1.5), atoms=ATOMS, dueling=None, noisy=False)
+    loss = CategoricalDQNLoss(network, backup=AvoidBackup(), gamma=GAMMA)
+    layers = mlp(OBSERVATION, ATOMS * ACTIONS, nn.Unflatten(-1, (ATOMS, ACTIONS)), nn.LogSoftmax(-2))
+    actor = DistributionalQValueActor(
+        layers, support=network.support.clone(), in_keys=["observation"], action_space="categorical"
+    )
+    theirs = DistributionalDQNLoss(actor, gamma=GAMMA, delay_value=True)
+    rows = {"ours": row(loss, batch), "torchrl": row(theirs, batch.clone())}
+    (online,), (target,) = copies(network, loss.value_network_params), copies(network, loss.target_value_network_params)
+    now, after, index = batch["observation"], batch["next", "observation"], batch["action"].reshape(-1, 1, 1)
+    support, every = network.support.clone(), torch.arange(OFF_POLICY)
+
+    def by_hand() -> dict[str, Tensor]:
+        with torch.no_grad():
+            best = (online.logits(after).softmax(-1) @ support).argmax(-1)
+            probs = target.logits(after)[every, best].softmax(-1)
+            atoms = avoid(batch, support.expand_as(probs))
+            outside = (atoms < support[0] - 1e-5) | (atoms > support[-1] + 1e-5)
+            wanted, clipped = project(atoms, probs, support), (probs * outside).sum(-1).mean()
+        found = online.logits(now).gather(1, index.expand(-1, 1, ATOMS)).squeeze(1)
+        cross_entropy = -(wanted * found.log_softmax(-1)).sum(-1)
+        divergence = (cross_entropy.detach() - torch.special.entr(wanted).sum(-1)).clamp_min(0)
+        return {"loss": cross_entropy.mean(), "clipped_mass": clipped, "td_error": divergence.unsqueeze(-1)}
+
+    return rows | {"hand": Row(by_hand, weights(online))}
+
+
+# --- soft actor-critic ---
+
+
+def temperature(log_alpha: nn.Parameter) -> Tensor:
+    log_alpha.data.clamp_(math.log(LEAST_ALPHA))
+    return log_alpha.detach().exp()
+
+
+def sac() -> dict[str, Row]:
+    batch = make_batch(OFF_POLICY, continuous=True)
+    head, critic = mlp(OBSERVATION, 2 * CONTROLS, NormalParamExtractor()), mlp(OBSERVATION + CONTROLS, 1)
+
+    def build(cls: type[LossModule]) -> LossModule:
+        actor = ProbabilisticActor(
+            TensorDictModule(copy.deepcopy(head), ["observation"], ["loc", "scale"]),
+            in_keys=["loc", "scale"],
+            distribution_class=TanhNormal,
+        )
+        values = ValueOperator(copy.deepcopy(critic), in_keys=["observation", "action"])
+        return cls(actor, values, num_qvalue_nets=2, min_alpha=LEAST_ALPHA, target_entropy=-CONTROLS)
+
+    loss = build(SafetySACLoss)
+    rows = {"ours": row(loss, batch), "torchrl": row(build(SACLoss), batch.clone())}
+    (policy,) = copies(head, loss.actor_network_params)
+    critics, targets = (
+        copies(critic, params) for params in (loss.qvalue_network_params, loss.target_qvalue_network_params)
+    )
+    log_alpha = nn.Parameter(loss.log_alpha.detach().clone())
+    trained = weights(*critics)
+
+    def act(observation: Tensor) -> tuple[Tensor, Tensor]:
+        loc, scale = policy(observation)
+        noise = torch.randn_like(loc)
+        raw = loc + scale * noise
+        normal = -0.5 * noise.square() - scale.log() - 0.5 * math.log(2 * math.pi)
+        return raw.tanh(), (normal - 2 * (math.log(2) - raw - F.softplus(-2 * raw))).sum(-1)
+
+    def least(nets: list[nn.Module], observation: Tensor, action: Tensor) -> Tensor:
+        return torch.minimum(nets[0](observation, action), nets[1](observation, action))
+
+    def by_hand() -> dict[str, Tensor]:
+        now, after = batch["observation"], batch["next", "observation"]
+        with torch.no_grad():
+            wanted = avoid(batch, least(targets, after, act(after)[0]))
+        found = torch.stack([net(now, batch["action"]) for net in critics])
+        wanted = wanted.expand_as(found)
+        alpha = temperature(log_alpha)
+        action, log_prob = act(now)
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        value = least(critics, now, action).squeeze(-1)
+        for parameter in trained:
+            parameter.requires_grad_()
+        return {
+            "loss_qvalue": F.smooth_l1_loss(found, wanted, reduction="none").sum(0).mean(),
+            "loss_actor": (alpha * log_prob - value).mean(),
+            "loss_alpha": -(log_alpha * (log_prob.detach() - CONTROLS)).mean(),
+            "alpha": alpha,
+            "entropy": -log_prob.detach().mean(),
+            "td_error": (found.detach() - wanted).abs().amax(0).squeeze(-1),
+        }
+
+    return rows | {"hand": Row(by_hand, [*weights(policy), *trained, log_alpha])}
+
+
+def discrete_sac() -> dict[str, Row]:
+    batch = make_batch(OFF_POLICY)
+    head, critic = mlp(OBSERVATION, ACTIONS), mlp(OBSERVATION, ACTIONS)
+
+    def build(cls: type[LossModule]) -> LossModule:
+        values = TensorDictModule(copy.deepcopy(critic), ["observation"], ["action_value"])
+        settings = {"num_qvalue_nets": 2, "min_alpha": LEAST_ALPHA, "target_entropy": 0.5}
+        return cls(discrete_actor(head), values, action_space="categorical", num_actions=ACTIONS, **settings)
+
+    loss = build(DiscreteSafetySACLoss)
+    rows = {"ours": row(loss, batch), "torchrl": row(build(DiscreteSACLoss), batch.clone())}
+    (policy,) = copies(head, loss.actor_network_params)
+    critics, targets = (
+        copies(critic, params) for params in (loss.qvalue_network_params, loss.target_qvalue_network_params)
+    )
+    log_alpha = nn.Parameter(loss.log_alpha.detach().clone())
+
+    def by_hand() -> dict[str, Tensor]:
+        now, after, index = batch["observation"], batch["next", "observation"], batch["action"].unsqueeze(-1)
+        with torch.no_grad():
+            least = torch.minimum(targets[0](after), targets[1](after))
+            wanted = avoid(batch, (policy(after).softmax(-1) * least).sum(-1, keepdim=True))
+        values = [net(now) for net in critics]
+        found = torch.stack([value.gather(-1, index) for value in values])
+        wanted = wanted.expand_as(found)
+        alpha = temperature(log_alpha)
+        log_probs = policy(now).log_softmax(-1)
+        probs = log_probs.exp()
+        gain = alpha * log_probs - torch.minimum(values[0].detach(), values[1].detach())
+        log_prob = (probs * log_probs).detach().sum(-1)
+        return {
+            "loss_qvalue": F.smooth_l1_loss(found, wanted, reduction="none").sum(0).mean(),
+            "loss_actor": (probs * gain).sum(-1).mean(),
+            "loss_alpha": -(log_alpha * (log_prob + 0.5)).mean(),
+            "alpha": alpha,
+            "entropy": -log_prob.mean(),
+            "td_error": (found.detach() - wanted).abs().amax(0).squeeze(-1),
+        }
+
+    return rows | {"hand": Row(by_hand, [*weights(policy, *critics), log_alpha])}
+
+
+# --- on-policy losses ---
+
+
+def discrete_actor(head: nn.Module) -> ProbabilisticActor:
+    return ProbabilisticActor(
+        TensorDictModule(copy.deepcopy(head), ["observation"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+
+
+def on_policy(
+    ours: type[LossModule], theirs: type[LossModule], objective: Callable[[TensorDict, Tensor, Tensor], dict]
+) -> dict[str, Row]:
+    batch, head, critic = make_batch(ON_POLICY), mlp(OBSERVATION, ACTIONS), mlp(OBSERVATION, 1)
+
+    def build(cls: type[LossModule]) -> LossModule:
+        return cls(discrete_actor(head), ValueOperator(copy.deepcopy(critic), in_keys=["observation"]))
+
+    loss = build(ours)
+    rows = {"ours": row(loss, batch), "torchrl": row(build(theirs), batch.clone())}
+    (policy,), (value,) = copies(head, loss.actor_network_params), copies(critic, loss.critic_network_params)
+
+    def by_hand() -> dict[str, Tensor]:
+        log_probs = policy(batch["observation"]).log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+        log_prob = log_probs.gather(-1, batch["action"].unsqueeze(-1))
+        found = value(batch["observation"])
+        return {
+            **objective(batch, log_prob, found),
+            "loss_critic": F.smooth_l1_loss(found, batch["value_target"]),
+            "loss_entropy": -ENTROPY_COEFF * entropy,
+            "entropy": entropy.detach(),
+        }
+
+    return rows | {"hand": Row(by_hand, weights(policy, value))}
+
+
+def clipped(batch: TensorDict, log_prob: Tensor, value: Tensor) -> dict[str, Tensor]:
+    advantage, wanted = batch["advantage"], batch["value_target"]
+    log_ratio = log_prob - batch["action_log_prob"].unsqueeze(-1)
+    inside = log_ratio.clamp(math.log1p(-CLIP), math.log1p(CLIP))
+    ratio = log_ratio.exp()
+    gain = torch.minimum(ratio * advantage, inside.exp() * advantage)
+    with torch.no_grad():
+        spread = torch.var(wanted, 0, correction=0) + torch.finfo(wanted.dtype).eps
+        size = (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp()
+        logged = {
+            "clip_fraction": (inside != log_ratio).to(log_ratio.dtype).mean(),
+            "kl_approx": -log_ratio.mean(),
+            "explained_variance": 1 - torch.var(wanted - value, 0, correction=0) / spread,
+            "ESS": size.squeeze(-1) / len(log_ratio),
+            "max_ratio": ratio.max(),
+            "mean_ratio": ratio.mean(),
+        }
+    return {"loss_objective": -gain.mean(), **logged}
+
+
+def policy_gradient(batch: TensorDict, log_prob: Tensor, value: Tensor) -> dict[str, Tensor]:
+    return {"loss_objective": -(log_prob * batch["advantage"]).mean()}
+
+
+LOSSES: dict[str, Callable[[], dict[str, Row]]] = {
+    "SafetyDQNLoss": dqn,
+    "CategoricalDQNLoss": categorical_dqn,
+    "SafetySACLoss": sac,
+    "DiscreteSafetySACLoss": discrete_sac,
+    "SafetyPPOLoss": lambda: on_policy(SafetyPPOLoss, ClipPPOLoss, clipped),
+    "SafetyA2CLoss": lambda: on_policy(SafetyA2CLoss, A2CLoss, policy_gradient),
+}
+
+
+def build(name: str) -> dict[str, Row]:
+    torch.manual_seed(0)
+    return LOSSES[name]()
