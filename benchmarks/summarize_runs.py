@@ -16,8 +16,9 @@ from statistics import mean
 
 import yaml
 
-COLUMNS = ["problem", "seed", "iou", "false_safe", "false_unsafe", "safe_rate", "success_rate", "frames", "seconds"]
-SHOWN = [column for column in COLUMNS if column not in ("problem", "seed", "frames")]
+NAMES = ["env", "problem", "algorithm"]
+MEASURED = ["iou", "false_safe", "false_unsafe", "safe_rate", "success_rate", "seconds"]
+COLUMNS = [*NAMES, "seed", *MEASURED, "frames"]
 
 
 def options(file: Path) -> str:
@@ -45,21 +46,22 @@ def main() -> None:
         if summary["seed"] in pool:
             parser.error(f"{file.parent} repeats seed {summary['seed']} of a run with the same options; leave out one")
         pool[summary["seed"]] = summary
-    runs = sorted((run for pool in pools.values() for run in pool.values()), key=lambda r: (r["problem"], r["seed"]))
+    every = (run for pool in pools.values() for run in pool.values())
+    runs = sorted(every, key=lambda run: [run[column] for column in (*NAMES, "seed")])
     if arguments.csv is not None:
         arguments.csv.parent.mkdir(parents=True, exist_ok=True)
         with arguments.csv.open("w", newline="") as target:
             table = csv.DictWriter(target, COLUMNS, extrasaction="ignore")
             table.writeheader()
             table.writerows(runs)
-    print("| " + " | ".join(["problem", "seeds", "frames", *SHOWN]) + " |")
-    print("|---" * (len(SHOWN) + 3) + "|")
-    for pool in pools.values():
+    print("| " + " | ".join([*NAMES, "seeds", "frames", *MEASURED]) + " |")
+    print("|---" * (len(NAMES) + len(MEASURED) + 2) + "|")
+    for pool in sorted(pools.values(), key=lambda pool: [next(iter(pool.values()))[name] for name in NAMES]):
         first = next(iter(pool.values()))
-        cells = [first["problem"], ",".join(map(str, sorted(pool))), f"{first['frames']:,}"]
-        for column in SHOWN:
+        cells = [*(first[name] for name in NAMES), ",".join(map(str, sorted(pool))), f"{first['frames']:,}"]
+        for column in MEASURED:
             values = [run[column] for run in pool.values() if run[column] is not None]
-            cells.append(spread(values, 1 if column == "seconds" else 4))
+            cells.append(spread(values, 0 if column == "seconds" else 4))
         print("| " + " | ".join(cells) + " |")
 
 

@@ -69,12 +69,15 @@ def check_shared(cfg: DictConfig, *, problems: Iterable[str], envs: Iterable[str
 
 
 def command_line(main: Callable[[], Any]) -> None:
-    """Run a `hydra.main` function; what Hydra complains of is one line too."""
+    """Run a `hydra.main` function; what Hydra complains of, and an interrupt that cannot wait, is one line too."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its complaint over instead of printing several lines
     try:
         main()
     except HydraException as error:
         sys.exit("error: " + " ".join(str(error).split("Config search path")[0].split()))
+    except KeyboardInterrupt:
+        print("interrupted at once: nothing is saved but what already was", file=sys.stderr)
+        sys.exit(130)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributions import Categorical
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 
-from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv
+from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv, PendulumEnv, PointMassEnv
 from torchrl_safety.modules import AngleEncoding
 from torchrl_safety.objectives import ReachAvoidA2CLoss, ReachAvoidPPOLoss, SafetyA2CLoss, SafetyPPOLoss
 from torchrl_safety.trainers import ExactSetEvaluator, StepGamma, TrainingRun, check_options
@@ -29,7 +29,12 @@ LOSSES = {
     "ppo": {"avoid": SafetyPPOLoss, "reach_avoid": ReachAvoidPPOLoss},
     "a2c": {"avoid": SafetyA2CLoss, "reach_avoid": ReachAvoidA2CLoss},
 }
-ENVS = {"double_integrator": DoubleIntegratorEnv, "dubins_car": DubinsCarEnv}
+ENVS = {
+    "double_integrator": DoubleIntegratorEnv,
+    "dubins_car": DubinsCarEnv,
+    "pendulum": PendulumEnv,
+    "point_mass": PointMassEnv,
+}
 ENDS = {"avoid": "failure", "reach_avoid": "reach_avoid"}  # of the roll-outs that are measured
 KEPT = "algorithm env problem seed num_envs steps hidden"  # on a resume
 

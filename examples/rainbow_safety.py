@@ -21,7 +21,7 @@ from torchrl.modules import EGreedyModule
 from torchrl.objectives import SoftUpdate
 
 from torchrl_safety.data import NStepTransform, PrioritizedSampler
-from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv
+from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv, PendulumEnv, PointMassEnv
 from torchrl_safety.modules import AngleEncoding, RainbowNetwork, greedy_policy, reset_noise
 from torchrl_safety.objectives import (
     AvoidBackup,
@@ -33,7 +33,12 @@ from torchrl_safety.objectives import (
 from torchrl_safety.trainers import ExactSetEvaluator, StepGamma, TrainingRun, check_options
 
 BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
-ENVS = {"double_integrator": DoubleIntegratorEnv, "dubins_car": DubinsCarEnv}
+ENVS = {
+    "double_integrator": DoubleIntegratorEnv,
+    "dubins_car": DubinsCarEnv,
+    "pendulum": PendulumEnv,
+    "point_mass": PointMassEnv,
+}
 ENDS = {"avoid": "failure", "reach_avoid": "reach_avoid", "return": "failure"}  # of the roll-outs that are measured
 KEPT = "env problem seed num_envs n_steps buffer_size prioritized alpha noisy dueling categorical atoms hidden"
 
@@ -55,7 +60,7 @@ def check(cfg: DictConfig) -> None:
         shares="epsilon.start epsilon.end beta tau",
         amounts="alpha sigma_init epsilon.fraction",
         numbers="problem.level",
-        intervals="problem.support",
+        intervals="problem.support" if cfg.categorical else "",
     )
     if cfg.epsilon.end > cfg.epsilon.start:
         raise ValueError(f"epsilon.end={cfg.epsilon.end} is more than epsilon.start={cfg.epsilon.start}; lower it")

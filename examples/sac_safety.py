@@ -22,7 +22,7 @@ from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhN
 from torchrl.objectives import SoftUpdate
 
 from torchrl_safety.data import NStepTransform
-from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv
+from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv, PendulumEnv, PointMassEnv
 from torchrl_safety.modules import AngleEncoding
 from torchrl_safety.objectives import ReachAvoidSACLoss, SafetySACLoss
 from torchrl_safety.trainers import (
@@ -34,7 +34,12 @@ from torchrl_safety.trainers import (
 )
 
 LOSSES = {"avoid": SafetySACLoss, "reach_avoid": ReachAvoidSACLoss}
-ENVS = {"double_integrator": DoubleIntegratorEnv, "dubins_car": DubinsCarEnv}
+ENVS = {
+    "double_integrator": DoubleIntegratorEnv,
+    "dubins_car": DubinsCarEnv,
+    "pendulum": PendulumEnv,
+    "point_mass": PointMassEnv,
+}
 ENDS = {"avoid": "failure", "reach_avoid": "reach_avoid"}  # of the roll-outs that are measured
 KEPT = "env problem seed num_envs n_steps buffer_size hidden critics"  # on a resume
 

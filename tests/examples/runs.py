@@ -137,7 +137,9 @@ def differences(one, other, path: str = "", but: frozenset[str] = frozenset()) -
 
 
 def metrics(folder: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv without the clock."""
+    """The rows of metrics.csv, which a run that reports nothing does not write, without the clock."""
+    if not (folder / "metrics.csv").exists():
+        return []
     with (folder / "metrics.csv").open(newline="") as file:
         return [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
 

@@ -34,6 +34,8 @@ def refusal(script, folder, *options: str) -> str:
         (["env.dtt=3"], ["env.dtt"]),
         (["frames"], ["frames"]),
         (["frames=ten"], ["frames is 'ten'; give a whole number of at least 1"]),
+        (["~seed"], ["seed is missing"]),
+        (["gamma=0.9"], ["gamma.start is missing, for gamma is 0.9"]),
         (["env.grid.nodes=1"], ["grid", "1"]),
         (["env.end_criterion=never"], ["end_criterion='never'", "failure", "timeout"]),
     ],
@@ -124,3 +126,13 @@ def test_a_complaint_ends_the_process_with_an_error(tmp_path, script):
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (1, "")
     assert err == "error: frames is 'ten'; give a whole number of at least 1\n"
+
+
+def test_an_interrupt_that_cannot_wait_is_one_line_too(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as left:
+        module("ppo_safety")["command_line"](interrupted)
+    assert left.value.code == 130
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from runs import FRAMES, LEARNERS, SHORT, checkpoints, differences, final_state, metrics, passed, run
@@ -103,15 +104,33 @@ def test_a_target_gives_a_success_rate_and_three_dimensions_a_picture(tmp_path, 
             "rainbow_safety",
             ["num_envs=1", "n_steps=60", "warmup_frames=1", "batch_size=1", "frames=300", *NOTHING_BETWEEN],
         ),
+        # No window fills, so that nothing is learned.
+        ("rainbow_safety", ["n_steps=60", "frames=600", "checkpoints=1"]),
+        ("sac_safety", ["n_steps=60", "frames=600", "checkpoints=1"]),
         ("sac_safety", ["entropy_in_target=true", "n_steps=1", "critics=1", "num_envs=7"]),
         ("sac_safety", ["n_step=best", "problem=reach_avoid", "alpha.max=0.1", "random_actions=0"]),
         ("sac_safety", ["env=dubins_car", "env.grid.nodes=9", *NOTHING_BETWEEN]),
         ("ppo_safety", ["problem=reach_avoid", "lmbda=1", "num_envs=7"]),
+        ("ppo_safety", ["minibatch=127"]),  # the last one holds a single row
         ("ppo_safety", ["algorithm=a2c", "epochs=1", "env=dubins_car", "env.grid.nodes=9"]),
         ("ppo_safety", ["frames=10", "evaluations=10", "checkpoints=10"]),  # less than a batch
     ],
 )
 def test_every_part_can_be_switched(tmp_path, script, options):
-    code, out, err = run(script, tmp_path / "run", *SHORT[script], "frames=1000", *options)
+    folder = tmp_path / "run"
+    code, out, err = run(script, folder, *SHORT[script], "frames=1000", *options)
     assert code == 0, err
     assert "IoU" in out
+    values = [value for row in metrics(folder) for value in row.values() if value]
+    assert all(math.isfinite(float(value)) for value in values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SHORT)
+def test_a_sweep_over_seeds_is_one_run_after_the_other(tmp_path, script):
+    sweep = tmp_path / "sweep"
+    options = [*SHORT[script], "frames=600", "seed=0,1", f"hydra.sweep.dir={sweep}", "-m"]
+    code, _, err = run(script, tmp_path / "unused", *options)
+    assert code == 0, err
+    for seed in range(2):
+        assert json.loads((sweep / str(seed) / "summary.json").read_text())["seed"] == seed

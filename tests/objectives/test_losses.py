@@ -191,7 +191,7 @@ def test_the_target_of_every_window_equals_the_loop_over_its_frames(case, n_step
         check_critic(case, loss, batch, torch.tensor(target, dtype=torch.float64))
 
 
-@losses(but=("A2C", "PPO"))
+@EVERY
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_a_terminal_step_ignores_what_follows_even_nan(case, bootstrap):
     loss, batch = case.build(backup=ReachAvoidBackup(), bootstrap_on_truncation=bootstrap), case.batch()
@@ -283,7 +283,7 @@ def test_a_batch_without_a_signal_is_refused_by_name(case):
 
 @EVERY
 def test_keyword_tensors_equal_the_tensordict(case):
-    loss, batch = case.build(backup=ReachAvoidBackup()), case.batch()
+    loss, batch = case.build(backup=ReachAvoidBackup(), bootstrap_on_truncation=True), case.batch()
     expected = run(loss, batch.clone())
     assert len(loss.in_keys) == len({*loss.in_keys})
     tensors = {key if isinstance(key, str) else "_".join(key): batch[key] for key in loss.in_keys}
@@ -354,7 +354,7 @@ def test_priorities_are_positive_and_come_from_the_unweighted_error(case):
     loss, batch = case.build(backup=ReachAvoidBackup()), case.batch()
     plain, terms = batch.clone(), run(case.build(backup=ReachAvoidBackup(), reduction="none"), batch.clone())
     run(loss, plain)
-    weight = torch.linspace(0, 2, 12, dtype=torch.float64)
+    weight = torch.linspace(0, 0.8, 12, dtype=torch.float64)
     batch["priority_weight"] = weight
     result = run(loss, batch)
     assert (plain["td_error"] > 0).all()
@@ -400,7 +400,7 @@ def test_each_term_trains_its_own_network_and_no_target(case):
 def test_a_target_updater_can_be_built_after_the_loss_has_run(case):
     loss = case.build(backup=AvoidBackup())
     before = run(loss, case.batch())[case.critic]
-    SoftUpdate(loss, tau=1.0).step()
+    SoftUpdate(loss, tau=0.5).step()
     assert not torch.equal(run(loss, case.batch())[case.critic], before)
     assert not any(name.startswith("target_") for name, _ in loss.named_parameters())
 

@@ -36,6 +36,21 @@ def test_each_kind_takes_what_it_names_and_nothing_else(kind, good, bad):
         assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "lr.start is missing; give it"),
+        ({"lr": {"end": 1}}, "lr.start is missing; give it"),
+        ({"lr": 0.1}, "lr.start is missing, for lr is 0.1; give it"),
+        ({"lr": [1, 2]}, r"lr.start is missing, for lr is \[1, 2\]; give it"),
+    ],
+)
+def test_an_option_that_is_not_there_is_named(config, message):
+    for given in (config, OmegaConf.create(config)):
+        with pytest.raises(ValueError, match=message):
+            check_options(given, positive="lr.start")
+
+
 def test_a_choice_is_one_of_those_that_are_named():
     choices = {"a.b": {"mean": 1, None: 2}}
     for value in ("mean", None):

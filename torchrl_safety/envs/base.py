@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -175,6 +175,11 @@ class NativeEnv(EnvBase):
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Continues the draws of a saved generator; the inverse of :meth:`get_extra_state`."""
         self._generator.set_state(state["generator"].cpu())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Continues the draws of a saved generator; an empty state leaves it as it is."""
+        # TorchRL's Collector saves an empty state for an environment without transforms, and loads it strictly.
+        return super().load_state_dict(state_dict, strict=strict and bool(state_dict), assign=assign)
 
     def _make_specs(self) -> None:
         shape, device, dtype = self.batch_size, self.device, self.dtype

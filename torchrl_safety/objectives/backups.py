@@ -103,8 +103,9 @@ class Backup(ABC):
         return f"{type(self).__name__}()"
 
 
-def _unbounded(like: Tensor) -> Tensor:
-    return torch.full_like(like, torch.inf)
+def _full(value: float | Tensor, like: Tensor) -> Tensor:
+    """`value`, a number or a tensor, in the shape and precision of `like`."""
+    return torch.zeros_like(like) + value if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
 class AvoidBackup(Backup):
@@ -127,7 +128,7 @@ class AvoidBackup(Backup):
 
     def running(self, signals: Mapping[str, Tensor], gamma: float | Tensor) -> ClampedAffine:
         margin = signals["safety_margin"]
-        return ClampedAffine.of((torch.zeros_like(margin) + gamma, (1 - gamma) * margin, -_unbounded(margin), margin))
+        return ClampedAffine.of((_full(gamma, margin), (1 - gamma) * margin, _full(-torch.inf, margin), margin))
 
     def terminal(self, signals: Mapping[str, Tensor]) -> Tensor:
         return signals["safety_margin"]
@@ -152,7 +153,7 @@ class ReachBackup(Backup):
 
     def running(self, signals: Mapping[str, Tensor], gamma: float | Tensor) -> ClampedAffine:
         margin = signals["target_margin"]
-        return ClampedAffine.of((torch.zeros_like(margin) + gamma, (1 - gamma) * margin, margin, _unbounded(margin)))
+        return ClampedAffine.of((_full(gamma, margin), (1 - gamma) * margin, margin, _full(torch.inf, margin)))
 
     def terminal(self, signals: Mapping[str, Tensor]) -> Tensor:
         return signals["target_margin"]
@@ -189,7 +190,7 @@ class ReachAvoidBackup(Backup):
         safety = signals["safety_margin"]
         both = torch.minimum(safety, signals["target_margin"])
         anchor = (1 - gamma) * both
-        return ClampedAffine.of((torch.zeros_like(both) + gamma, anchor, both, gamma * safety + anchor))
+        return ClampedAffine.of((_full(gamma, both), anchor, both, gamma * safety + anchor))
 
     def terminal(self, signals: Mapping[str, Tensor]) -> Tensor:
         safety = signals["safety_margin"]
@@ -219,7 +220,7 @@ class LipschitzReachAvoidBackup(Backup):
     def running(self, signals: Mapping[str, Tensor], gamma: float | Tensor) -> ClampedAffine:
         safety = signals["safety_margin"]
         both = torch.minimum(safety, signals["target_margin"])
-        return ClampedAffine.of((torch.zeros_like(both) + gamma, torch.zeros_like(both), both, safety))
+        return ClampedAffine.of((_full(gamma, both), torch.zeros_like(both), both, safety))
 
     def terminal(self, signals: Mapping[str, Tensor]) -> Tensor:
         return torch.minimum(signals["safety_margin"], signals["target_margin"])
@@ -240,7 +241,7 @@ class DiscountedReturnBackup(Backup):
 
     def running(self, signals: Mapping[str, Tensor], gamma: float | Tensor) -> ClampedAffine:
         reward = signals["reward"]
-        return ClampedAffine.of((torch.zeros_like(reward) + gamma, reward, -_unbounded(reward), _unbounded(reward)))
+        return ClampedAffine.of((_full(gamma, reward), reward, _full(-torch.inf, reward), _full(torch.inf, reward)))
 
     def terminal(self, signals: Mapping[str, Tensor]) -> Tensor:
         return signals["reward"]

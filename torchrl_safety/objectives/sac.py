@@ -62,6 +62,14 @@ class _SoftBackupLoss(BackupLoss):
             backup, terminal_type, n_step=n_step, gamma=gamma, bootstrap_on_truncation=bootstrap_on_truncation
         )
 
+    @property
+    def _alpha(self) -> Tensor:
+        # TorchRL's writes to `.data`, which fails under `torch.compile`: when it is compiled, or in the backward.
+        with torch.no_grad():
+            if self.min_log_alpha is not None or self.max_log_alpha is not None:
+                self.log_alpha.clamp_(self.min_log_alpha, self.max_log_alpha)
+            return self.log_alpha.exp()
+
     def _target(self, tensordict: TensorDictBase) -> Tensor:
         self._refuse_empty(tensordict.batch_size)
         with torch.no_grad():
@@ -145,7 +153,9 @@ class SafetySACLoss(_ContinuousSAC):
     :math:`y = F(\min_i \bar Q_i(s', a'))`, :math:`a' \sim \pi(s')`, :math:`F` the backup's map, composed over the
     steps of an n-step window if the batch holds one. The entropy bonus moves the actor only: inside the target it adds
     up as :math:`\gamma \to 1` and shifts the zero level set. The learned set is read at
-    :math:`\min_i Q_i(s, \pi(s))`. Sources: Haarnoja et al. 2018; Hsu et al. 2022 (ISAACS), section IV.
+    :math:`\min_i Q_i(s, \pi(s))`. Importance weights multiply each transition's losses; priorities
+    :math:`\max_i |Q_i - y|`, unweighted, go to ``"td_error"``.
+    Sources: Haarnoja et al. 2018; Hsu et al. 2022 (ISAACS), section IV.
 
     Args:
         actor_network: a probabilistic actor; writes ``"action"`` `[*B, C]`.

@@ -84,7 +84,7 @@ def check_options(config: Any, *, choices: Mapping[str, Iterable[Any]] | None = 
             texts), `device`.
 
     Raises:
-        ValueError: for the first option that does not fit, with its name, its value and what to give.
+        ValueError: for the first option that does not fit or is missing, with its name, its value and what to give.
 
     Example:
         >>> from torchrl_safety.trainers import check_options
@@ -109,6 +109,11 @@ def check_options(config: Any, *, choices: Mapping[str, Iterable[Any]] | None = 
 
 def _read(config: Any, option: str) -> Any:
     value = config
+    above: list[str] = []
     for level in option.split("."):
+        if not isinstance(value, Mapping) or level not in value:
+            instead = "" if isinstance(value, Mapping) else f", for {'.'.join(above)} is {value!r}"
+            raise ValueError(f"{option} is missing{instead}; give it a value of its own")
         value = value[level]
+        above.append(level)
     return value
