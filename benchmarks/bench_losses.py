@@ -1,16 +1,18 @@
 """Forward and backward of every loss beside the same maths written by hand, and beside TorchRL's own loss.
 
 Run with `OMP_NUM_THREADS=1 python -m pytest benchmarks/bench_losses.py --benchmark-columns=median`: one table per loss,
-in processor time of this thread, with the ratio to its fastest row in brackets. The hand-written rows use plain modules
-and tensors, give all that the loss gives (its terms, what it logs, the priorities) and are checked against it, numbers
-and gradients, before the clock starts. TorchRL's rows do the work of its losses, which learn other targets.
+in processor time of this thread, with the ratio to its fastest row in brackets. With `COMPILED=1` before it there is a
+row of `torch.compile(loss, fullgraph=True)` too, which takes minutes to compile. The hand-written rows use plain
+modules and tensors, give all that the loss gives (its terms, what it logs, the priorities), and the loss is checked
+against them, numbers and gradients, before the clock starts. TorchRL's losses do the like work for other targets.
 """
 
 import copy
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -27,7 +29,16 @@ from torchrl.modules import (
     TanhNormal,
     ValueOperator,
 )
-from torchrl.objectives import A2CLoss, ClipPPOLoss, DiscreteSACLoss, DistributionalDQNLoss, DQNLoss, LossModule, SACLoss
+from torchrl.objectives import (
+    A2CLoss,
+    ClipPPOLoss,
+    DiscreteSACLoss,
+    DistributionalDQNLoss,
+    DQNLoss,
+    LossModule,
+    SACLoss,
+    SoftUpdate,
+)
 
 from torchrl_safety.modules import RainbowNetwork
 from torchrl_safety.objectives import (
@@ -44,18 +55,28 @@ OBSERVATION, ACTIONS, ATOMS, CONTROLS = 6, 3, 51, 2
 OFF_POLICY, ON_POLICY = 256, 1024
 GAMMA, LEAST_ALPHA, CLIP, ENTROPY_COEFF = 0.99, 1e-3, 0.2, 0.01
 
+Network = TypeVar("Network", bound=nn.Module)
+
 
 class Row(NamedTuple):
     forward: Callable[[], Mapping[str, Tensor]]
     """The terms of the loss, and all that it logs."""
     parameters: list[nn.Parameter]
+    batch: TensorDict
+    """Where a loss puts the priorities."""
 
     def train(self) -> Mapping[str, Tensor]:
         for parameter in self.parameters:
             parameter.grad = None
         terms = self.forward()
-        sum(value for name, value in terms.items() if name.startswith("loss")).backward()
+        torch.stack([value for name, value in terms.items() if name.startswith("loss")]).sum().backward()
         return terms
+
+    def numbers(self) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        terms = dict(self.train().items())
+        gradient = torch.cat([parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None])
+        return {**self.batch.select("td_error", strict=False), **terms, "gradient": gradient.norm()}
 
 
 def mlp(inputs: int, outputs: int, *head: nn.Module) -> nn.Module:
@@ -75,14 +96,32 @@ def make_batch(size: int, *, continuous: bool = False) -> TensorDict:
     return TensorDict(batch, [size])
 
 
-def row(loss: LossModule, batch: TensorDict) -> Row:
+class Rivals(NamedTuple):
+    ours: LossModule
+    torchrl: LossModule
+    by_hand: Callable[[], dict[str, Tensor]]
+    parameters: list[nn.Parameter]
+    """Those of the hand-written form."""
+    batch: TensorDict
+
+    def row(self, way: str) -> Row:
+        if way == "by_hand":
+            return Row(self.by_hand, self.parameters, self.batch)
+        loss = self.torchrl if way == "torchrl" else self.ours
+        call = torch.compile(loss, fullgraph=True) if way == "compiled" else loss
+        return Row(lambda: call(self.batch), list(loss.parameters()), self.batch)
+
+
+def moved(loss: LossModule) -> LossModule:
+    """`loss` with target networks that differ from the online ones."""
+    SoftUpdate(loss, tau=0.01)
     for name, target in loss.named_buffers():
         if name.startswith("target_") and "_params." in name and "support" not in name:
             target.data += torch.randn_like(target) / 100
-    return Row(lambda: loss(batch), list(loss.parameters()))
+    return loss
 
 
-def copies(network: nn.Module, params: TensorDictBase) -> list[nn.Module]:
+def copies(network: Network, params: TensorDictBase) -> list[Network]:
     """`network` with the values of `params`, once for each of the critics stacked in it."""
     made = []
     for values in params.data.unbind(0) if params.batch_dims else [params.data]:
@@ -105,13 +144,12 @@ def avoid(batch: TensorDict, value: Tensor) -> Tensor:
 # --- value losses ---
 
 
-def dqn() -> dict[str, Row]:
+def dqn() -> Rivals:
     batch, network = make_batch(OFF_POLICY), mlp(OBSERVATION, ACTIONS)
-    loss = SafetyDQNLoss(TensorDictModule(network, ["observation"], ["action_value"]), gamma=GAMMA)
+    loss = moved(SafetyDQNLoss(TensorDictModule(network, ["observation"], ["action_value"]), gamma=GAMMA))
     actor = QValueActor(copy.deepcopy(network), in_keys=["observation"], action_space="categorical")
-    theirs = DQNLoss(actor, action_space="categorical", delay_value=True, double_dqn=True)
+    theirs = moved(DQNLoss(actor, action_space="categorical", delay_value=True, double_dqn=True))
     theirs.make_value_estimator(gamma=GAMMA)
-    rows = {"ours": row(loss, batch), "torchrl": row(theirs, batch.clone())}
     (online,), (target,) = copies(network, loss.value_network_params), copies(network, loss.target_value_network_params)
     now, after, index = batch["observation"], batch["next", "observation"], batch["action"].unsqueeze(-1)
 
@@ -121,7 +159,7 @@ def dqn() -> dict[str, Row]:
         found = online(now).gather(-1, index)
         return {"loss": F.smooth_l1_loss(found, wanted), "td_error": (found.detach() - wanted).abs()}
 
-    return rows | {"hand": Row(by_hand, weights(online))}
+    return Rivals(loss, theirs, by_hand, weights(online), batch)
 
 
 def project(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
@@ -133,20 +171,17 @@ def project(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
     return mass.scatter_add_(-1, index, probs - upper_mass).scatter_add_(-1, index + 1, upper_mass)
 
 
-def categorical_dqn() -> dict[str, Row]:
+def categorical_dqn() -> Rivals:
     batch = make_batch(OFF_POLICY)
     batch["next", "safety_margin"] = batch["next", "safety_margin"].clamp(-1.5, 1.5)
     network = RainbowNetwork(OBSERVATION, ACTIONS, support=(-1.5, 1.5), atoms=ATOMS, dueling=None, noisy=False)
-    loss = CategoricalDQNLoss(network, backup=AvoidBackup(), gamma=GAMMA)
+    support, every = torch.linspace(-1.5, 1.5, ATOMS), torch.arange(OFF_POLICY)
+    loss = moved(CategoricalDQNLoss(network, backup=AvoidBackup(), gamma=GAMMA))
     layers = mlp(OBSERVATION, ATOMS * ACTIONS, nn.Unflatten(-1, (ATOMS, ACTIONS)), nn.LogSoftmax(-2))
-    actor = DistributionalQValueActor(
-        layers, support=network.support.clone(), in_keys=["observation"], action_space="categorical"
-    )
-    theirs = DistributionalDQNLoss(actor, gamma=GAMMA, delay_value=True)
-    rows = {"ours": row(loss, batch), "torchrl": row(theirs, batch.clone())}
+    actor = DistributionalQValueActor(layers, support=support, in_keys=["observation"], action_space="categorical")
+    theirs = moved(DistributionalDQNLoss(actor, gamma=GAMMA, delay_value=True))
     (online,), (target,) = copies(network, loss.value_network_params), copies(network, loss.target_value_network_params)
     now, after, index = batch["observation"], batch["next", "observation"], batch["action"].reshape(-1, 1, 1)
-    support, every = network.support.clone(), torch.arange(OFF_POLICY)
 
     def by_hand() -> dict[str, Tensor]:
         with torch.no_grad():
@@ -160,7 +195,7 @@ def categorical_dqn() -> dict[str, Row]:
         divergence = (cross_entropy.detach() - torch.special.entr(wanted).sum(-1)).clamp_min(0)
         return {"loss": cross_entropy.mean(), "clipped_mass": clipped, "td_error": divergence.unsqueeze(-1)}
 
-    return rows | {"hand": Row(by_hand, weights(online))}
+    return Rivals(loss, theirs, by_hand, weights(online), batch)
 
 
 # --- soft actor-critic ---
@@ -171,7 +206,20 @@ def temperature(log_alpha: nn.Parameter) -> Tensor:
     return log_alpha.detach().exp()
 
 
-def sac() -> dict[str, Row]:
+def act(policy: nn.Module, observation: Tensor) -> tuple[Tensor, Tensor]:
+    """A draw of the squashed normal policy, and its log-probability."""
+    loc, scale = policy(observation)
+    noise = torch.randn_like(loc)
+    raw = loc + scale * noise
+    normal = -0.5 * noise.square() - scale.log() - 0.5 * math.log(2 * math.pi)
+    return raw.tanh(), (normal - 2 * (math.log(2) - raw - F.softplus(-2 * raw))).sum(-1)
+
+
+def least(critics: list[nn.Module], *state: Tensor) -> Tensor:
+    return torch.minimum(critics[0](*state), critics[1](*state))
+
+
+def sac() -> Rivals:
     batch = make_batch(OFF_POLICY, continuous=True)
     head, critic = mlp(OBSERVATION, 2 * CONTROLS, NormalParamExtractor()), mlp(OBSERVATION + CONTROLS, 1)
 
@@ -182,10 +230,9 @@ def sac() -> dict[str, Row]:
             distribution_class=TanhNormal,
         )
         values = ValueOperator(copy.deepcopy(critic), in_keys=["observation", "action"])
-        return cls(actor, values, num_qvalue_nets=2, min_alpha=LEAST_ALPHA, target_entropy=-CONTROLS)
+        return moved(cls(actor, values, num_qvalue_nets=2, min_alpha=LEAST_ALPHA, target_entropy=-CONTROLS))
 
-    loss = build(SafetySACLoss)
-    rows = {"ours": row(loss, batch), "torchrl": row(build(SACLoss), batch.clone())}
+    loss, theirs = build(SafetySACLoss), build(SACLoss)
     (policy,) = copies(head, loss.actor_network_params)
     critics, targets = (
         copies(critic, params) for params in (loss.qvalue_network_params, loss.target_qvalue_network_params)
@@ -193,24 +240,14 @@ def sac() -> dict[str, Row]:
     log_alpha = nn.Parameter(loss.log_alpha.detach().clone())
     trained = weights(*critics)
 
-    def act(observation: Tensor) -> tuple[Tensor, Tensor]:
-        loc, scale = policy(observation)
-        noise = torch.randn_like(loc)
-        raw = loc + scale * noise
-        normal = -0.5 * noise.square() - scale.log() - 0.5 * math.log(2 * math.pi)
-        return raw.tanh(), (normal - 2 * (math.log(2) - raw - F.softplus(-2 * raw))).sum(-1)
-
-    def least(nets: list[nn.Module], observation: Tensor, action: Tensor) -> Tensor:
-        return torch.minimum(nets[0](observation, action), nets[1](observation, action))
-
     def by_hand() -> dict[str, Tensor]:
         now, after = batch["observation"], batch["next", "observation"]
         with torch.no_grad():
-            wanted = avoid(batch, least(targets, after, act(after)[0]))
+            wanted = avoid(batch, least(targets, after, act(policy, after)[0]))
         found = torch.stack([net(now, batch["action"]) for net in critics])
         wanted = wanted.expand_as(found)
         alpha = temperature(log_alpha)
-        action, log_prob = act(now)
+        action, log_prob = act(policy, now)
         for parameter in trained:
             parameter.requires_grad_(False)
         value = least(critics, now, action).squeeze(-1)
@@ -225,20 +262,19 @@ def sac() -> dict[str, Row]:
             "td_error": (found.detach() - wanted).abs().amax(0).squeeze(-1),
         }
 
-    return rows | {"hand": Row(by_hand, [*weights(policy), *trained, log_alpha])}
+    return Rivals(loss, theirs, by_hand, [*weights(policy), *trained, log_alpha], batch)
 
 
-def discrete_sac() -> dict[str, Row]:
+def discrete_sac() -> Rivals:
     batch = make_batch(OFF_POLICY)
     head, critic = mlp(OBSERVATION, ACTIONS), mlp(OBSERVATION, ACTIONS)
 
     def build(cls: type[LossModule]) -> LossModule:
         values = TensorDictModule(copy.deepcopy(critic), ["observation"], ["action_value"])
         settings = {"num_qvalue_nets": 2, "min_alpha": LEAST_ALPHA, "target_entropy": 0.5}
-        return cls(discrete_actor(head), values, action_space="categorical", num_actions=ACTIONS, **settings)
+        return moved(cls(discrete_actor(head), values, action_space="categorical", num_actions=ACTIONS, **settings))
 
-    loss = build(DiscreteSafetySACLoss)
-    rows = {"ours": row(loss, batch), "torchrl": row(build(DiscreteSACLoss), batch.clone())}
+    loss, theirs = build(DiscreteSafetySACLoss), build(DiscreteSACLoss)
     (policy,) = copies(head, loss.actor_network_params)
     critics, targets = (
         copies(critic, params) for params in (loss.qvalue_network_params, loss.target_qvalue_network_params)
@@ -248,8 +284,7 @@ def discrete_sac() -> dict[str, Row]:
     def by_hand() -> dict[str, Tensor]:
         now, after, index = batch["observation"], batch["next", "observation"], batch["action"].unsqueeze(-1)
         with torch.no_grad():
-            least = torch.minimum(targets[0](after), targets[1](after))
-            wanted = avoid(batch, (policy(after).softmax(-1) * least).sum(-1, keepdim=True))
+            wanted = avoid(batch, (policy(after).softmax(-1) * least(targets, after)).sum(-1, keepdim=True))
         values = [net(now) for net in critics]
         found = torch.stack([value.gather(-1, index) for value in values])
         wanted = wanted.expand_as(found)
@@ -267,7 +302,7 @@ def discrete_sac() -> dict[str, Row]:
             "td_error": (found.detach() - wanted).abs().amax(0).squeeze(-1),
         }
 
-    return rows | {"hand": Row(by_hand, [*weights(policy, *critics), log_alpha])}
+    return Rivals(loss, theirs, by_hand, [*weights(policy, *critics), log_alpha], batch)
 
 
 # --- on-policy losses ---
@@ -284,14 +319,13 @@ def discrete_actor(head: nn.Module) -> ProbabilisticActor:
 
 def on_policy(
     ours: type[LossModule], theirs: type[LossModule], objective: Callable[[TensorDict, Tensor, Tensor], dict]
-) -> dict[str, Row]:
+) -> Rivals:
     batch, head, critic = make_batch(ON_POLICY), mlp(OBSERVATION, ACTIONS), mlp(OBSERVATION, 1)
 
     def build(cls: type[LossModule]) -> LossModule:
         return cls(discrete_actor(head), ValueOperator(copy.deepcopy(critic), in_keys=["observation"]))
 
     loss = build(ours)
-    rows = {"ours": row(loss, batch), "torchrl": row(build(theirs), batch.clone())}
     (policy,), (value,) = copies(head, loss.actor_network_params), copies(critic, loss.critic_network_params)
 
     def by_hand() -> dict[str, Tensor]:
@@ -306,7 +340,7 @@ def on_policy(
             "entropy": entropy.detach(),
         }
 
-    return rows | {"hand": Row(by_hand, weights(policy, value))}
+    return Rivals(loss, build(theirs), by_hand, weights(policy, value), batch)
 
 
 def clipped(batch: TensorDict, log_prob: Tensor, value: Tensor) -> dict[str, Tensor]:
@@ -333,7 +367,7 @@ def policy_gradient(batch: TensorDict, log_prob: Tensor, value: Tensor) -> dict[
     return {"loss_objective": -(log_prob * batch["advantage"]).mean()}
 
 
-LOSSES: dict[str, Callable[[], dict[str, Row]]] = {
+LOSSES: dict[str, Callable[[], Rivals]] = {
     "SafetyDQNLoss": dqn,
     "CategoricalDQNLoss": categorical_dqn,
     "SafetySACLoss": sac,
@@ -343,6 +377,19 @@ LOSSES: dict[str, Callable[[], dict[str, Row]]] = {
 }
 
 
-def build(name: str) -> dict[str, Row]:
+WAYS = ["by_hand", "ours", "torchrl"] + ["compiled"] * ("COMPILED" in os.environ)
+
+
+@pytest.mark.benchmark(max_time=0.7, timer=time.thread_time)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_forward_and_backward(benchmark, name, way):
     torch.manual_seed(0)
-    return LOSSES[name]()
+    rivals, benchmark.group = LOSSES[name](), name
+    row = rivals.row(way)
+    if way == "ours":
+        expected, found = rivals.row("by_hand").numbers(), row.numbers()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for _ in range(20):
+        row.train()
+    benchmark(row.train)
