@@ -23,7 +23,7 @@ ENVS, FRAMES, TIMES = 16, 1500, 4
 
 _SHORT = [
     f"num_envs={ENVS}", f"frames={FRAMES}", f"evaluations={TIMES}", f"checkpoints={TIMES}", "hidden=[16,16]",
-    "env.grid.nodes=21", "rollouts=8", "rollout_steps=10",
+    "env.max_steps=10", "env.grid.nodes=21", "rollouts=8", "rollout_steps=10",
 ]  # fmt: skip
 _REPLAY = [*_SHORT, "warmup_frames=256", "batch_size=32", "buffer_size=1024"]
 _BATCHES = [*_SHORT, "steps=8", "minibatch=48", "epochs=2"]
@@ -78,6 +78,7 @@ def run(script: str, folder: Path, *options: str) -> Outcome:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
+        torch.seed()  # so that only a script that seeds itself repeats itself
         try:
             runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
         except SystemExit as end:  # as the interpreter does: a text is printed and the code is 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -33,6 +33,8 @@ class _SoftBackupLoss(BackupLoss):
     """The constructor that both kinds of actions share."""
 
     network_names = ("actor_network", "qvalue_network")
+    critic_key: str
+    """What a critic writes, by its name in `set_keys`."""
     entropy_in_target: bool
 
     def __init__(
@@ -86,10 +88,25 @@ class _SoftBackupLoss(BackupLoss):
         return self._critics(tensordict.select(*self.qvalue_network.in_keys), self.qvalue_network_params)
 
     def _critics(self, state: TensorDictBase, params: TensorDictBase) -> Tensor:
-        raise NotImplementedError
+        """What the critics with the stacked `params` say of `state`."""
+        # One by one: for the few critics of SAC that is quicker than vmap on a CPU, and compiles to plain products.
+        key, values = getattr(self.tensor_keys, self.critic_key), []
+        for each in params.unbind(0):
+            with each.to_module(self.qvalue_network, preserve_module_state=False):
+                values.append(read(self.qvalue_network(state.copy()), key, _CRITIC_REMEDY))
+        return torch.stack(values)
+
+    def _make_vmap(self) -> None:
+        """Nothing to make: TorchRL's losses call the method below."""
+
+    def _vmap_qnetworkN0(self, state: TensorDictBase, params: TensorDictBase) -> TensorDict:
+        values = self._critics(state, params)
+        return TensorDict({getattr(self.tensor_keys, self.critic_key): values}, [len(values)])
 
 
 class _ContinuousSAC(_SoftBackupLoss, SACLoss):
+    critic_key = "state_action_value"
+
     @dataclass
     class _AcceptedKeys(SACLoss._AcceptedKeys):
         safety_margin: NestedKey = "safety_margin"
@@ -113,11 +130,10 @@ class _ContinuousSAC(_SoftBackupLoss, SACLoss):
             value = value - self._alpha * log_prob.unsqueeze(-1)
         return value
 
-    def _critics(self, state: TensorDictBase, params: TensorDictBase) -> Tensor:
-        return read(self._vmap_qnetworkN0(state, params), self.tensor_keys.state_action_value, _CRITIC_REMEDY)
-
 
 class _DiscreteSAC(_SoftBackupLoss, DiscreteSACLoss):
+    critic_key = "action_value"
+
     @dataclass
     class _AcceptedKeys(DiscreteSACLoss._AcceptedKeys):
         safety_margin: NestedKey = "safety_margin"
@@ -143,9 +159,6 @@ class _DiscreteSAC(_SoftBackupLoss, DiscreteSACLoss):
             value = value + self._alpha * torch.special.entr(probs)
         return value.sum(-1, keepdim=True)
 
-    def _critics(self, state: TensorDictBase, params: TensorDictBase) -> Tensor:
-        return read(self._vmap_qnetworkN0(state, params), self.tensor_keys.action_value, _CRITIC_REMEDY)
-
 
 class SafetySACLoss(_ContinuousSAC):
     r"""Soft actor-critic for the avoid problem: TorchRL's SACLoss with the backup's target.
@@ -170,6 +183,7 @@ class SafetySACLoss(_ContinuousSAC):
         min_alpha: least temperature.
         max_alpha: largest temperature; no limit by default.
         **settings: those of :class:`torchrl.objectives.SACLoss`, e.g. `num_qvalue_nets`, `loss_function`, `reduction`.
+            The critics run one by one, so `deactivate_vmap` changes nothing.
 
     Raises:
         ValueError: for an option out of range, or a margin that is NaN or infinite.
