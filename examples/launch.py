@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from torchrl.checkpoint import CheckpointError
 
+from torchrl_safety.envs.base import END_CRITERIA
 from torchrl_safety.trainers import check_options, find_checkpoint
 
 Train = Callable[[DictConfig, Path, Path | None], None]
@@ -34,7 +35,7 @@ def start(cfg: DictConfig, train: Train, *, kept: Sequence[str]) -> None:
     except CheckpointError as error:
         fault = f"{error}; give the options that the run has, or another checkpoint of {cfg.resume}"
     except (ValueError, OSError) as error:
-        fault = str(error)
+        fault = " ".join(str(error).split())
     else:
         return
     _remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
@@ -52,7 +53,7 @@ def check_shared(cfg: DictConfig, *, problems: Iterable[str], envs: Iterable[str
     Raises:
         ValueError: for the first one that does not fit.
     """
-    check_options(cfg, choices={"problem.name": problems, "env.name": envs})
+    check_options(cfg, choices={"problem.name": problems, "env.name": envs, "env.end_criterion": END_CRITERIA})
     settings = [key for key in cfg.env if key not in ("name", "max_steps", "end_criterion", "support", "grid")]
     check_options(
         cfg,

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from runs import FRAMES, LEARNERS, SHORT, checkpoints, differences, final_state, metrics, passed, run
+from runs import EXAMPLES, FRAMES, LEARNERS, SCRIPTS, SHORT, checkpoints, differences, final_state, metrics, passed, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCORES = ("iou", "false_safe", "false_unsafe", "safe_rate", "success_rate")
@@ -126,7 +126,25 @@ def test_every_part_can_be_switched(tmp_path, script, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SHORT)
+@pytest.mark.parametrize("problem", ["avoid", "reach_avoid"])
+@pytest.mark.parametrize("env", [path.stem for path in (EXAMPLES / "configs" / "env").glob("*.yaml")])
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        *((script, "seed=1") for script in SCRIPTS),
+        *(("rainbow_safety", f"variant={name}") for name in ("rainbow_200k", "dqn_200k")),
+    ],
+)
+def test_every_environment_problem_and_variant_trains(tmp_path, script, option, env, problem):
+    options = [f"env={env}", f"problem={problem}", option, *SHORT[script], "env.grid.nodes=15", "frames=500"]
+    code, _, err = run(script, tmp_path / "run", *options)
+    assert code == 0, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["env"], summary["problem"]) == (env, problem)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_sweep_over_seeds_is_one_run_after_the_other(tmp_path, script):
     sweep = tmp_path / "sweep"
     options = [*SHORT[script], "frames=600", "seed=0,1", f"hydra.sweep.dir={sweep}", "-m"]

@@ -8,11 +8,11 @@ import warnings
 
 import pytest
 import torch
+from contracts import LOSSES, Keys, LossCase
 from tensordict import TensorDict
 from torch import Tensor
 from torchrl.modules import ValueOperator
 
-from tests.contracts import LOSSES, Keys, LossCase
 from torchrl_safety.objectives import DiscountedReturnBackup, SafetySACLoss
 
 CASES = [case for case in LOSSES if "SAC" in case.family]
