@@ -526,6 +526,18 @@ def test_compiles_without_graph_breaks_to_the_same_numbers(family):
     assert len(graphs) == known, "a schedule of the discount compiles the loss again"
 
 
+@pytest.mark.slow
+@losses("SAC", "discrete SAC")
+def test_a_temperature_below_its_limit_is_lifted_under_ahead_of_time_autograd(case):
+    torch._dynamo.reset()
+    loss, batch = case.build(backup=ReachAvoidBackup(), alpha_init=1e-4, min_alpha=1e-3), case.batch()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager_decomp_partition")
+    result = run(compiled, batch.clone())
+    sum(result[term] for term in case.terms).backward()  # refused where the parameter is written past autograd
+    close(result["alpha"], torch.tensor(1e-3), 1e-6)
+    close(loss.log_alpha.exp(), torch.tensor(1e-3), 1e-6)
+
+
 # --- noise and ties ---
 
 
