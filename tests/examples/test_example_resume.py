@@ -117,7 +117,7 @@ def test_a_finished_run_can_be_shown_again_and_lengthened(finish, tmp_path, algo
         frames = json.loads((folder / "summary.json").read_text())["frames"]
         assert expected <= frames < expected + learner.batch
     assert (config.frames, config.gamma.start, config.gamma.end) == (2000, 0.5, 0.9), "new options are remembered"
-    assert float(metrics(folder)[-1]["gamma"]) == 0.9999, "a discount never falls"
+    assert metrics(folder)[-1]["gamma"] == metrics(whole)[-1]["gamma"], "a discount never falls"
     assert metrics(folder)[:4] == metrics(whole)
     assert int(metrics(folder)[-1]["frames"]) == frames
 

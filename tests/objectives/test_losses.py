@@ -463,7 +463,7 @@ def test_what_is_not_named_stays_as_it_is(case):
 
 @EVERY
 def test_td0_is_n_step_on_transitions_and_lambda_zero(case):
-    loss, batch = case.build(backup=ReachAvoidBackup(), gamma=GAMMA), case.batch(3, 5)
+    loss, batch = case.build(backup=DiscountedReturnBackup(), gamma=GAMMA), case.batch(3, 5)
     expected = run(loss.make_value_estimator(BackupEstimators.BACKUP_TD0), batch.clone())
     same(run(loss.make_value_estimator(BackupEstimators.BACKUP_NSTEP), batch.clone()), expected)
     if case.family != "categorical DQN":  # which asks the estimator for its maps only
