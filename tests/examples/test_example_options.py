@@ -79,7 +79,7 @@ def leaves(options, path: str = ""):
     """The dotted names of all options."""
     for key, value in options.items():
         name = f"{path}.{key}" if path else key
-        yield from leaves(value, name) if isinstance(value, dict) else [name]
+        yield from leaves(value, name) if isinstance(value, dict) and value else [name]
 
 
 OPTIONS = [
