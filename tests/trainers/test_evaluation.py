@@ -440,3 +440,11 @@ def test_margins_may_stand_under_other_keys_and_a_missing_one_is_named():
     )
     with pytest.raises(KeyError, match=r"safety_margin.*_reset and in _step"):
         evaluate(renamed, constant_control(1), starts=starts, max_steps=1)
+
+
+def test_an_evaluation_prints_its_rates_and_not_its_states():
+    env = DoubleIntegratorEnv(3, seed=0)
+    found = evaluate(env, env.rand_action, episodes=3, max_steps=4)
+    assert "states=[3, 5, 2]" in repr(found)
+    assert f"safe_rate={found.safe_rate!r}" in repr(found)
+    assert "tensor" not in repr(found)

@@ -224,9 +224,11 @@ class NativeEnv(EnvBase):
         wrong_kind = self.discrete and (action.is_floating_point() or action.dtype == torch.bool)
         if action.shape != expected or wrong_kind:
             kind = "integer indices" if self.discrete else "numbers"
+            other = "continuous actions need discrete=False" if self.discrete else "indices need discrete=True"
             raise ValueError(
                 f"{player} has shape {tuple(action.shape)} and dtype {action.dtype}, expected {kind} of shape "
-                f"{tuple(expected)}: follow env.full_action_spec, and build one-hot policies with a Categorical spec"
+                f"{tuple(expected)}: follow env.full_action_spec ({other}), and build one-hot policies with a "
+                "Categorical spec"
             )
         return self.control(action, player)
 

@@ -96,6 +96,10 @@ class Evaluation(NamedTuple):
     seconds: float
     """Time that all of them took."""
 
+    def __repr__(self) -> str:
+        fields = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "states")
+        return f"Evaluation({', '.join(fields)}, states={list(self.states.shape)})"
+
     @property
     def scores(self) -> dict[str, float | None]:
         """The numbers by name, for :func:`~torchrl_safety.trainers.log_scores`."""
