@@ -502,6 +502,46 @@ def test_the_best_of_a_window_needs_an_estimator_that_knows_windows(case):
     assert isinstance(loss.value_estimator, NStepBackupEstimator)
 
 
+# --- what must not pass ---
+
+
+@losses("DQN", "SAC", "discrete SAC", "A2C", "categorical DQN")
+def test_a_loss_that_is_not_finite_is_refused_by_every_family(case):
+    loss, batch = case.build(), case.batch()
+    batch["observation"].view(-1)[0] = torch.nan
+    with pytest.raises(ValueError, match="the loss is NaN or inf"):
+        loss(batch)
+
+
+@losses("PPO", "A2C")
+def test_a_shuffled_trajectory_is_refused_though_its_dimension_is_still_named_time(case):
+    loss, batch = case.build(), case.batch(1, 6)[0]
+    batch["next", "observation"][:-1] = batch["observation"][1:]
+    batch.names = ["time"]
+    in_order = run(loss, batch.clone())
+    assert torch.isfinite(in_order[case.critic])
+    with pytest.raises(ValueError, match="before the batch is shuffled"):
+        loss(batch[torch.tensor([1, 0, 3, 2, 5, 4])])
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cast_leaves_the_discount_exact(case, dtype):
+    loss = case.build(gamma=0.9999).to(dtype)
+    assert loss.gamma.dtype == torch.float64
+    assert loss.gamma.item() == 0.9999
+    assert next(loss.parameters()).dtype == dtype
+    loss.gamma = 0.99995
+    assert loss.gamma.item() == 0.99995
+
+
+@losses("discrete SAC")
+def test_an_action_may_keep_its_trailing_dimension(case):
+    loss, batch = case.build(), case.batch()
+    flat = batch.clone().set("action", batch["action"].reshape(batch.shape))
+    same(run(loss, flat.clone()), run(loss, flat.clone().set("action", flat["action"].unsqueeze(-1))))
+
+
 # --- compiled ---
 
 

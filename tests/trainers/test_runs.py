@@ -208,3 +208,26 @@ def test_a_run_that_reported_nothing_has_no_curves_and_its_value_map_still(tmp_p
     assert (tmp_path / "value_map.png").exists()
     assert not (tmp_path / "curves.png").exists()
     assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_rows_may_have_different_columns(tmp_path):
+    with begin(tmp_path) as run:
+        for scores in ({"iou": 0.1, "loss": 1.0}, {"iou": 0.2}, {"iou": 0.3, "extra": 2.0}):
+            run.advance(10)
+            run.report(scores)
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [row["iou"] for row in rows] == ["0.1", "0.2", "0.3"]
+    assert [row["loss"] for row in rows] == ["1.0", "", ""]
+    assert [row["extra"] for row in rows] == ["", "", "2.0"]
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_can_start_over(tmp_path):
+    with begin(tmp_path) as run:
+        run.advance(10)
+    with pytest.raises(FileNotFoundError):
+        find_checkpoint(tmp_path)
+    with begin(tmp_path, checkpoints=1) as run:
+        run.advance(100)
+        run.save_if_due()
+    with pytest.raises(ValueError, match="already holds a run: continue it with resume="):
+        begin(tmp_path)

@@ -71,6 +71,12 @@ def check_index(action: Tensor, batch: torch.Size, choices: str) -> None:
         )
 
 
+LOSS_FAULT = (
+    "the loss is NaN or inf, because the network's output is; check the observations, lower the learning rate or clip "
+    "the gradient"
+)
+
+
 if TYPE_CHECKING:
     from torchrl.objectives import LossModule as _Base
 else:
@@ -220,7 +226,9 @@ class BackupLoss(_Base):
         self._refuse_empty(loss.shape)
         if weights is not None:
             loss = loss * weights.reshape(loss.shape)
-        return super()._reduce_loss(loss, tensordict, **options)
+        reduced = super()._reduce_loss(loss, tensordict, **options)
+        refuse_unless(torch.isfinite(reduced).all(), LOSS_FAULT)
+        return reduced
 
 
 def _as_list(key: NestedKey | list[NestedKey]) -> list[NestedKey]:

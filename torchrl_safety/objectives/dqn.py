@@ -15,6 +15,7 @@ from torchrl.objectives.utils import distance_loss
 
 from torchrl_safety.objectives.backup_loss import (
     ACTION_REMEDY,
+    LOSS_FAULT,
     BackupLoss,
     Place,
     check_index,
@@ -28,11 +29,6 @@ from torchrl_safety.objectives.signals import check_choice, next_key, read, refu
 
 _NETWORK_REMEDY = (
     "Give the loss a network that writes it (RainbowNetwork does), or name its key with loss.set_keys(...)"
-)
-
-_LOSS_FAULT = (
-    "the loss is NaN or inf, because the network's output is; check the observations, lower the learning rate or clip "
-    "the gradient"
 )
 
 
@@ -84,7 +80,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         found = self._form(self._evaluate(self.value_network_params, tensordict, _here))
         action = read(tensordict, keys.action, ACTION_REMEDY)
         loss, priority = self._distance(_gather_action(found, _action_index(found, action)), target)
-        refuse_unless(torch.isfinite(priority).all(), _LOSS_FAULT)
+        refuse_unless(torch.isfinite(priority).all(), LOSS_FAULT)
         tensordict.set(keys.priority, priority.unsqueeze(-1))
         weight = tensordict.get(keys.priority_weight, None)
         return TensorDict({"loss": self._reduce_loss(loss, tensordict, weights=weight), **report})

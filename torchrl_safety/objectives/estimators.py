@@ -6,6 +6,7 @@ They know a problem only by its step map, and TorchRL's seams only by `value_est
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -102,6 +103,16 @@ class BackupEstimator(TD0Estimator):
         self.backup, self.bootstrap_on_truncation = backup, bootstrap_on_truncation
         # Double, because 1 - gamma is what counts near 1; a 0-d tensor does not promote the batch.
         self.gamma = torch.tensor(discount, dtype=torch.float64, device="cpu")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BackupEstimator:
+        exact = {name: buffer for name, buffer in self.named_buffers(recurse=False) if name in ("gamma", "lmbda")}
+        super()._apply(fn, recurse)
+        # A cast of the loss moves these along with it, but not to its precision, in which 1 - gamma may be 0.
+        for name, value in exact.items():
+            moved = getattr(self, name)
+            if not moved.is_meta and not value.is_meta and moved.dtype != value.dtype:
+                setattr(self, name, value.to(moved.device))
+        return self
 
     def signal_keys(self) -> dict[str, NestedKey]:
         """Signal name -> key, of the signals that the backup reads."""
@@ -318,9 +329,25 @@ class TDLambdaBackupEstimator(BackupEstimator):
         _refuse_windows(tensordict, "TD(lambda)")
         done = read(tensordict, next_key(self.tensor_keys.done), "Collect it with the environment's flags")
         time = self._find_time(tensordict, done, time_dim)
+        if tensordict.ndim == 1 and self.value_network is not None:
+            self._check_order(tensordict, done)
         maps, _valid = self.step_maps(tensordict)
         after = self._value_after(tensordict, target_params, next_value)
         return lambda_return(maps.compose(), after, lmbda=self.lmbda, done=done, time_dim=time)
+
+    def _check_order(self, tensordict: TensorDictBase, done: Tensor) -> None:
+        """Refuse a shuffled trajectory: indexing leaves its dimension the name 'time'."""
+        goes_on = ~done[:-1].flatten(1).any(-1)
+        for key in self.value_network.in_keys:
+            here, after = tensordict.get(key, None), tensordict.get(next_key(key), None)
+            if here is not None and after is not None:
+                apart = (here[1:] != after[:-1]).flatten(1).any(-1)
+                refuse_unless(
+                    ~(apart & goes_on).any(),
+                    f"the batch {list(tensordict.batch_size)} is no trajectory: {next_key(key)!r} of a step that goes "
+                    f"on is not {key!r} of the step after it. Compute targets and advantages before the batch is "
+                    "shuffled",
+                )
 
     def _find_time(self, tensordict: TensorDictBase, done: Tensor, time_dim: int | None) -> int:
         chosen = self.time_dim if time_dim is None else time_dim

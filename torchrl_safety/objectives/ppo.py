@@ -32,6 +32,8 @@ class _OnPolicyBackupLoss(BackupLoss):
         bootstrap_on_truncation: bool = False,
         **settings: Any,
     ) -> None:
+        if critic_network is None:
+            raise ValueError("critic_network is None; the targets need a critic that writes 'state_value'")
         super().__init__(actor_network, critic_network, **settings)
         self._use_backup(
             backup, terminal_type, gamma=gamma, lmbda=lmbda, bootstrap_on_truncation=bootstrap_on_truncation

@@ -144,10 +144,15 @@ class _DiscreteSAC(_SoftBackupLoss, DiscreteSACLoss):
     def __init__(self, *networks: TensorDictModule, action_space: Any = "categorical", **settings: Any) -> None:
         super().__init__(*networks, action_space=action_space, **settings)
 
-    def _compute_target(self, tensordict: TensorDictBase) -> Tensor:
+    def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         if self.action_space == "categorical":
-            action = read(tensordict, self.tensor_keys.action, ACTION_REMEDY)
+            key = self.tensor_keys.action
+            action = read(tensordict, key, ACTION_REMEDY)
             check_index(action, tensordict.batch_size, f"the critics' {self.tensor_keys.action_value!r}")
+            tensordict = tensordict.copy().set(key, action.reshape(tensordict.batch_size))
+        return super().qvalue_loss(tensordict)
+
+    def _compute_target(self, tensordict: TensorDictBase) -> Tensor:
         return self._target(tensordict)
 
     def _next_value(self, tensordict: TensorDictBase, place: Place) -> Tensor:

@@ -246,13 +246,13 @@ def _run(
     """One episode in each member of the batch, from `root` on, flattened to `[N]`."""
     remedy = "Let the environment write it in _reset and in _step, or name its key with {}=..."
     on_reward = set(env.reward_keys)  # which resets do not write
-    over = torch.zeros_like(root["done"])
-    safe, length = ~over, torch.zeros_like(over, dtype=torch.int64)
+    over = root["done"].clone()
+    safe, length = torch.ones_like(over), torch.zeros_like(over, dtype=torch.int64)
     if safety_margin not in on_reward:
         safe = read(root, safety_margin, remedy.format("safety_margin")) >= 0
     reached = None
     if target_margin in on_reward:
-        reached = over
+        reached = torch.zeros_like(over)
     elif (target := root.get(target_margin, None)) is not None:
         reached = safe & (target >= 0)
     states = [read(root, state_key, remedy.format("state_key"))]

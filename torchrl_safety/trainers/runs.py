@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_safety.trainers.checkpoints import Progress, catch_interrupt, make_checkpoint, rotation
+from torchrl_safety.trainers.checkpoints import CHECKPOINTS, Progress, catch_interrupt, make_checkpoint, rotation
 from torchrl_safety.trainers.exact_sets import ExactSetEvaluator, SetEvaluation
 from torchrl_safety.trainers.plots import plot_curves, plot_value_map
 
@@ -82,7 +82,7 @@ class TrainingRun:
         self._checkpoint = make_checkpoint(**components, progress=self._progress)
         if saved is not None:
             self._checkpoint.load(saved, map_location=device)
-        elif (folder / "config.yaml").exists():
+        elif any((folder / CHECKPOINTS).glob("checkpoint-*")):  # without one, nothing can be continued or lost
             raise ValueError(
                 f"{folder} already holds a run: continue it with resume={folder}, or choose another folder"
             )
@@ -157,7 +157,7 @@ class TrainingRun:
             if key != "frames" and value is not None:
                 self._writer.add_scalar(key, value, self.frames)
         with (self.folder / "metrics.csv").open("w", newline="") as file:
-            table = csv.DictWriter(file, list(row))
+            table = csv.DictWriter(file, list(dict.fromkeys(key for past in self.rows for key in past)))
             table.writeheader()
             table.writerows(self.rows)
 
