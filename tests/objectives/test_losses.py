@@ -535,6 +535,17 @@ def test_a_cast_leaves_the_discount_exact(case, dtype):
     assert loss.gamma.item() == 0.99995
 
 
+@EVERY
+def test_settings_are_checked_when_the_loss_is_built(case):
+    distance = "loss_critic_type" if case.on_policy else "loss_function"
+    wrong = {"reduction": "x", "bootstrap_on_truncation": "no"} | (
+        {} if "categorical" in case.family else {distance: "x"}
+    )
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name} is '{value}'"):
+            case.build(**{name: value})
+
+
 @losses("discrete SAC")
 def test_an_action_may_keep_its_trailing_dimension(case):
     loss, batch = case.build(), case.batch()

@@ -35,6 +35,8 @@ Place = Callable[[NestedKey], NestedKey]
 
 N_STEP = ("last", "best")
 
+DISTANCES = ("smooth_l1", "l2", "l1")
+
 _KEPT = ("backup", "gamma", "lmbda", "bootstrap_on_truncation", "differentiable")
 
 ACTION_REMEDY = "Store the action index (a Categorical action) of each transition"
@@ -110,6 +112,10 @@ class BackupLoss(_Base):
                 f"terminal_type is {terminal_type!r} beside backup={backup!r}; give it to the backup, or leave one out"
             )
         self.n_step = check_choice("n_step", n_step, N_STEP)
+        check_choice("reduction", self.reduction, ("mean", "sum", "none"))
+        for name in ("loss_function", "loss_critic_type"):
+            if hasattr(self, name):
+                check_choice(name, getattr(self, name), DISTANCES)
         default = self.default_backup("all" if terminal_type is None else terminal_type)
         self._estimator_settings = {"backup": default if backup is None else backup, **settings}
         self.make_value_estimator()

@@ -15,6 +15,7 @@ from torchrl.objectives.utils import distance_loss
 
 from torchrl_safety.objectives.backup_loss import (
     ACTION_REMEDY,
+    DISTANCES,
     LOSS_FAULT,
     BackupLoss,
     Place,
@@ -137,7 +138,7 @@ class _ScalarDQN(_ActionValueLoss):
             gamma=gamma,
             bootstrap_on_truncation=bootstrap_on_truncation,
         )
-        self.loss_function = check_choice("loss_function", loss_function, ("smooth_l1", "l2", "l1"))
+        self.loss_function = check_choice("loss_function", loss_function, DISTANCES)
 
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         return self._window_target(tensordict, lambda place: self._greedy_next(tensordict, place)), {}

@@ -98,6 +98,8 @@ class BackupEstimator(TD0Estimator):
                 raise ValueError(f"{name} is true, but {why}; leave it out")
         if not isinstance(backup, Backup):
             raise ValueError(f"backup is {backup!r}; give an instance of a Backup, e.g. AvoidBackup()")
+        if not isinstance(bootstrap_on_truncation, bool):
+            raise ValueError(f"bootstrap_on_truncation is {bootstrap_on_truncation!r}; give True or False")
         discount = check_number("gamma", gamma, 0, 1)
         super().__init__(gamma=discount, value_network=value_network, differentiable=differentiable, **settings)
         self.backup, self.bootstrap_on_truncation = backup, bootstrap_on_truncation
