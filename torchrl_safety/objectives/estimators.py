@@ -30,8 +30,6 @@ _VALUE_REMEDY = (
 
 _INPUT_REMEDY = "The value network reads it in this state and in the next one; collect both, the true next observation"
 
-_SUMMED = "steps_to_next_obs"
-
 
 class BackupEstimators(Enum):
     """Names of the estimators for ``loss.make_value_estimator(...)``; TorchRL also takes them as lowercase strings."""
@@ -71,7 +69,7 @@ class BackupEstimator(TD0Estimator):
         reward: NestedKey = "reward"
         done: NestedKey = "done"
         terminated: NestedKey = "terminated"
-        steps_to_next_obs: NestedKey = _SUMMED
+        steps_to_next_obs: NestedKey = "steps_to_next_obs"
         sample_log_prob: NestedKey | None = None
         safety_margin: NestedKey = "safety_margin"
         target_margin: NestedKey = "target_margin"
