@@ -31,6 +31,7 @@ def start(cfg: DictConfig, train: Train, *, kept: Sequence[str]) -> None:
         kept: names of the options that a resumed run must keep.
     """
     try:
+        _refuse_additions()
         train(*_resumed(cfg, kept))
     except CheckpointError as error:
         fault = f"{error}; give the options that the run has, or another checkpoint of {cfg.resume}"
@@ -79,6 +80,13 @@ def command_line(main: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         print("interrupted at once: nothing is saved but what already was", file=sys.stderr)
         sys.exit(130)
+
+
+def _refuse_additions() -> None:
+    """Options that no script reads would be ignored in silence."""
+    for text in HydraConfig.get().overrides.task:
+        if text.startswith("+") and not text.startswith("++"):  # Hydra's ++ also sets an option that is there
+            raise ValueError(f"{text!r} adds an option that the script does not have; leave it out, or the + if it has")
 
 
 def _remove_if_empty(folder: Path) -> None:

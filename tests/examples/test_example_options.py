@@ -37,6 +37,8 @@ def refusal(script, folder, *options: str) -> str:
         (["num_env=3"], ["num_env"]),
         (["env.dtt=3"], ["env.dtt"]),
         (["frames"], ["frames"]),
+        (["+env.foo=1"], ["'+env.foo=1' adds an option that the script does not have"]),
+        (["gamma.period=1e-320"], ["period is 1e-320; it must be positive"]),
         (["frames=ten"], ["frames is 'ten'; give a whole number of at least 1"]),
         (["~seed"], ["seed is missing"]),
         (["gamma=0.9"], ["gamma.start is missing, for gamma is 0.9"]),

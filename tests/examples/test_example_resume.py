@@ -31,6 +31,8 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit_with_every_row_once(finish,
     summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, folder)]
     assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
     assert not (tmp_path / "unused").exists()
+    aside = [path.name for path in (folder / "checkpoints").glob("abandoned-*")]
+    assert aside == [f"abandoned-{checkpoints(whole)[-1].name}"], "the branch that was left is not taken for the run"
 
 
 @pytest.mark.slow

@@ -129,6 +129,21 @@ def test_a_flat_minibatch_without_an_advantage_is_refused(case):
 
 
 @KINDS
+def test_a_batch_that_lacks_what_the_policy_did_is_refused_by_name(case):
+    loss, batch = case.build(), case.batch(4, 6)
+    for name in loss.stored_keys:
+        key = getattr(loss.tensor_keys, name)
+        with pytest.raises(KeyError, match=f"the key '{key}' is missing.*Collect it with the policy"):
+            loss(batch.exclude(key))
+    with pytest.raises(ValueError, match=r"the batch \[0, 6\] holds no transition"):
+        loss(batch[:0])
+    key = getattr(loss.tensor_keys, loss.stored_keys[-1])
+    kept = batch[key].double().requires_grad_()
+    with pytest.raises(ValueError, match=f"'{key}' in the batch requires gradients; collect it under torch.no_grad"):
+        loss(batch.set(key, kept))
+
+
+@KINDS
 def test_lambda_is_part_of_the_state(case):
     loss, other = case.build(lmbda=0.3), case.build()
     other.load_state_dict(loss.state_dict())

@@ -362,6 +362,26 @@ def test_only_the_mean_of_an_empty_batch_is_refused(reduction):
         assert loss(transitions(0))["loss"].sum() == 0
 
 
+@pytest.mark.parametrize("fault", [torch.nan, torch.inf])
+def test_what_stands_in_the_invalid_steps_of_a_window_is_not_read(fault):
+    loss, batch = CategoricalDQNLoss(network(), backup=AvoidBackup()), windows()
+    invalid = ~batch["steps", "valid"]
+    assert invalid.any()
+    expected = loss(batch.clone())["loss"]
+    batch["steps", "safety_margin"][invalid] = fault
+    torch.testing.assert_close(loss(batch)["loss"], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gamma", [[0.5], None, "0.5", torch.tensor([0.5, 0.6])])
+def test_a_discount_that_is_not_one_number_is_refused(gamma):
+    loss = CategoricalDQNLoss(network(), backup=AvoidBackup(), gamma=0.9)
+    with pytest.raises(ValueError, match=r"gamma is .*as one number"):
+        loss.gamma = gamma
+    loss.gamma = torch.tensor([0.5], requires_grad=True)
+    assert loss.gamma == 0.5
+    assert not loss.gamma.requires_grad
+
+
 @pytest.mark.parametrize("gamma", [-0.1, 1.5, torch.nan])
 def test_a_discount_assigned_out_of_its_range_is_refused(gamma):
     loss = CategoricalDQNLoss(network(), backup=AvoidBackup(), gamma=0.9)

@@ -124,7 +124,8 @@ class BackupLoss(_Base):
         """Another estimator, or other settings of it; what is not given stays as it is.
 
         Args:
-            value_type: a member of :class:`BackupEstimators`, its name, or an estimator (class or instance).
+            value_type: a member of :class:`BackupEstimators`, its name, or an estimator: a class, or an instance, which
+                then belongs to this loss alone (its keys and its discount do).
             **hyperparams: `gamma`, `lmbda`, `backup`, `bootstrap_on_truncation`, ...
 
         Raises:
@@ -182,9 +183,9 @@ class BackupLoss(_Base):
     @gamma.setter
     def gamma(self, value: float | Tensor) -> None:
         buffer = self.value_estimator.gamma
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.numel() == 1:
             refuse_unless(((value >= 0) & (value <= 1)).all(), "gamma lies outside [0, 1]; assign a discount")
-            buffer.copy_(value)
+            buffer.copy_(value.detach().reshape(()))
         else:
             buffer.fill_(check_number("gamma", value, 0, 1))
 
@@ -197,9 +198,11 @@ class BackupLoss(_Base):
     @property
     def in_keys(self) -> list[NestedKey]:
         keys, state = self.tensor_keys, self._state_keys()
-        stored = [key for name in self.stored_keys for key in _as_list(getattr(keys, name))]
         after = dict.fromkeys([*state, *self._signal_keys().values(), keys.terminated, keys.done])
-        return [*state, *stored, *(next_key(key) for key in after)]
+        return [*state, *self._stored(), *(next_key(key) for key in after)]
+
+    def _stored(self) -> list[NestedKey]:
+        return [key for name in self.stored_keys for key in _as_list(getattr(self.tensor_keys, name))]
 
     def _signal_keys(self) -> dict[str, NestedKey]:
         return {name: getattr(self.tensor_keys, name) for name in self.backup.signals}

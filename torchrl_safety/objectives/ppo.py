@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict import TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from tensordict.utils import NestedKey
 from torchrl.objectives import A2CLoss, ClipPPOLoss
 
 from torchrl_safety.objectives.backup_loss import BackupLoss, reach_avoid
 from torchrl_safety.objectives.backups import Backup
 from torchrl_safety.objectives.estimators import BackupEstimators
+from torchrl_safety.objectives.signals import read
+
+STORED_REMEDY = (
+    "Collect it with the policy (an actor built with return_log_prob=True writes both it and its log-probability), or "
+    "name its key with loss.set_keys(...)"
+)
 
 
 class _OnPolicyBackupLoss(BackupLoss):
@@ -38,6 +45,15 @@ class _OnPolicyBackupLoss(BackupLoss):
         self._use_backup(
             backup, terminal_type, gamma=gamma, lmbda=lmbda, bootstrap_on_truncation=bootstrap_on_truncation
         )
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The losses; of a batch that holds what the policy did, and at least one step of it."""
+        self._refuse_empty(tensordict.batch_size)
+        for key in self._stored():
+            if read(tensordict, key, STORED_REMEDY).requires_grad:
+                raise ValueError(f"{key!r} in the batch requires gradients; collect it under torch.no_grad()")
+        return super().forward(tensordict)
 
 
 class _PPO(_OnPolicyBackupLoss, ClipPPOLoss):

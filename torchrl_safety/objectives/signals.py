@@ -39,10 +39,10 @@ def refuse_unless(holds: Tensor, fault: str) -> None:
 
 def check_number(name: str, value: float | Tensor, low: float, high: float) -> float:
     """`value` as a number, refused outside [low, high]."""
-    number = float(value)
-    if not low <= number <= high:
-        raise ValueError(f"{name} is {number}; it must lie in [{low}, {high}]")
-    return number
+    is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+    if not is_one or not low <= float(value) <= high:
+        raise ValueError(f"{name} is {value!r}; it must lie in [{low}, {high}], as one number")
+    return float(value)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
@@ -121,6 +121,7 @@ def read_steps(
     for name, key in keys.items():
         signal = read(tensordict, place(key), remedy)
         _check_column(place(key), signal, like_key, like)
+        signal = signal if valid is None else signal.masked_fill(~valid, 0)  # anything may stand where no step is
         check_finite(repr(place(key)), signal)
         signals[name] = signal if windows else signal.unsqueeze(-2)
     if valid is None:

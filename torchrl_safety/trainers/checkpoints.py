@@ -72,6 +72,33 @@ def rotation(run_folder: str | Path, *, keep_last: int = 2) -> CheckpointRotatio
     return CheckpointRotation(folder, keep_last=keep_last)
 
 
+def set_later_aside(checkpoint: str | Path) -> None:
+    """Rename the later checkpoints beside `checkpoint`, from which a run goes on, to ``abandoned-...``.
+
+    Else the newest checkpoint of the folder would be one of the branch that was left. Nothing is deleted, but what an
+    earlier call set aside under the same name.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from torchrl_safety.trainers import find_checkpoint, make_checkpoint, rotation
+        >>> from torchrl_safety.trainers.checkpoints import set_later_aside
+        >>> checkpoint = make_checkpoint(net=torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as run_folder:
+        ...     first, second = [rotation(run_folder).save(checkpoint, step=step) for step in (10, 20)]
+        ...     set_later_aside(first)
+        ...     find_checkpoint(run_folder) == first, second.exists()
+        (True, False)
+    """
+    checkpoint = Path(checkpoint)
+    for later in sorted(checkpoint.parent.glob("checkpoint-*")):
+        if later.name > checkpoint.name:
+            aside = later.with_name(f"abandoned-{later.name}")
+            if aside.exists():
+                shutil.rmtree(aside)
+            later.rename(aside)
+
+
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint at `path`: itself, or the newest one if `path` is the folder of a run.
 

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_safety.trainers.checkpoints import CHECKPOINTS, Progress, catch_interrupt, make_checkpoint, rotation
+from torchrl_safety.trainers.checkpoints import (
+    CHECKPOINTS,
+    Progress,
+    catch_interrupt,
+    make_checkpoint,
+    rotation,
+    set_later_aside,
+)
 from torchrl_safety.trainers.exact_sets import ExactSetEvaluator, SetEvaluation
 from torchrl_safety.trainers.plots import plot_curves, plot_value_map
 
@@ -82,6 +89,7 @@ class TrainingRun:
         self._checkpoint = make_checkpoint(**components, progress=self._progress)
         if saved is not None:
             self._checkpoint.load(saved, map_location=device)
+            set_later_aside(saved)
         elif any((folder / CHECKPOINTS).glob("checkpoint-*")):  # without one, nothing can be continued or lost
             raise ValueError(
                 f"{folder} already holds a run: continue it with resume={folder}, or choose another folder"

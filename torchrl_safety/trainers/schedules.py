@@ -350,8 +350,8 @@ def _check_budget(total_frames: int) -> None:
 
 
 def _check_period(period: float) -> None:
-    if not period > 0:
-        raise ValueError(f"period is {period}; it must be positive")
+    if not 1e-9 <= period < math.inf:
+        raise ValueError(f"period is {period}; it must be positive, a share of the budget such as 0.2")
 
 
 def _check_fraction(fraction: float) -> None:
