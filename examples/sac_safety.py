@@ -28,6 +28,7 @@ from torchrl_safety.objectives import ReachAvoidSACLoss, SafetySACLoss
 from torchrl_safety.trainers import (
     ExactSetEvaluator,
     StepGamma,
+    TemperatureReset,
     TrainingRun,
     check_options,
     parameter_groups,
@@ -67,7 +68,7 @@ def check(cfg: DictConfig) -> None:
     check_options(
         cfg,
         choices={"n_step": ("last", "best")},
-        flags="entropy_in_target",
+        flags="entropy_in_target alpha.reset",
         whole="batch_size n_steps buffer_size warmup_frames critics",
         positive="lr.actor lr.critic lr.alpha lr.final alpha.start alpha.min tau",
         limits="alpha.max",
@@ -143,13 +144,15 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     optimizer = torch.optim.Adam(parameter_groups(loss, rates), fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
     target = SoftUpdate(loss, tau=cfg.tau)
-    gamma = StepGamma(
+    gamma: StepGamma | TemperatureReset = StepGamma(
         cfg.frames,
         gamma_start=cfg.gamma.start,
         gamma_end=cfg.gamma.end,
         ratio=cfg.gamma.ratio,
         period=cfg.gamma.period,
     )
+    if cfg.alpha.reset:
+        gamma = TemperatureReset(gamma, loss, optimizer)
     measure = ExactSetEvaluator(
         make_env(cfg, cfg.rollouts, max_steps=None, end_criterion=ENDS[cfg.problem.name]),
         backup,

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SoftUpdate
 from torchrl.trainers import DefaultOptimizationStepper, ReplayBufferTrainer, TargetNetUpdaterHook, Trainer
@@ -354,6 +355,76 @@ def test_returns_of_a_collected_batch_are_those_of_its_episodes_and_fitting_them
         optimizer.step()
         errors.append(losses["loss_critic"].item())
     assert errors[-1] < errors[0] / 3
+
+
+# --- continuous actions ---
+
+
+class Says(torch.nn.Module):
+    """A critic whose value is the action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        return action + self.shift
+
+
+class Wide(torch.nn.Module):
+    """A policy that pushes to the right, within a wide spread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loc = observation[..., :1] * 0 + 1 + self.shift
+        return loc, torch.ones_like(loc)
+
+
+def test_policy_critics_buffer_and_environment_speak_of_actions_in_the_units_of_the_environment():
+    env = DoubleIntegratorEnv(16, discrete=False, max_control=2.5, seed=0, end_criterion="timeout")
+    actor = ProbabilisticActor(
+        TensorDictModule(Wide(), ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        distribution_kwargs={"low": env.action_spec.space.low[0], "high": env.action_spec.space.high[0]},
+    )
+    torch.manual_seed(0)
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        frames = env.rollout(8, actor)
+    assert frames["action"].max() > 2.2
+    assert frames["action"].min() < -1.2
+    gained = frames["next", "observation"][..., 1:] - frames["observation"][..., 1:]
+    torch.testing.assert_close(gained, 0.05 * frames["action"], rtol=1e-4, atol=1e-5)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(200), transform=NStepTransform(1, signals=("reward",), num_envs=16)
+    )
+    buffer.extend(frames)
+    rows = buffer[:]
+    assert sorted(rows["action"].flatten().tolist()) == sorted(frames["action"].flatten().tolist())
+
+    critic = ValueOperator(Says(), in_keys=["observation", "action"])
+    loss = SafetySACLoss(actor, critic, backup=DiscountedReturnBackup(), gamma=1.0, target_entropy=-1.0)
+    rows["steps", "reward"].zero_()
+    torch.manual_seed(1)
+    losses = loss(rows)
+    torch.manual_seed(1)
+    targets, draws = [], []
+    for _ in range(2):  # whichever of its two draws the loss makes first
+        with torch.no_grad():
+            draws.append(actor.get_dist(rows["next"].select("observation")).rsample())
+        targets.append((rows["action"] - draws[-1]).abs())
+    assert any(torch.allclose(rows["td_error"].flatten(), target.flatten(), atol=1e-5) for target in targets)
+    log_prob, alpha = -losses["entropy"], losses["alpha"]
+    values = [(alpha * log_prob - losses["loss_actor"] - draw.mean()).item() for draw in draws]
+    assert min(map(abs, values)) < 1e-4
+
+    with torch.no_grad():
+        mode = 2.5 * torch.tanh(torch.ones(()))
+        found = evaluate(env, actor, starts=torch.zeros(16, 2), max_steps=4).states[:, -1, 1]
+    torch.testing.assert_close(found, (4 * 0.05 * mode).expand(16), rtol=1e-4, atol=1e-5)
 
 
 # --- a Gymnasium environment ---

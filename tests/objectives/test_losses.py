@@ -141,6 +141,19 @@ def window_target(operator, frames: TensorDict, start: int, n: int, values: list
     return max(found)
 
 
+def ended_frames(case: LossCase) -> TensorDict:
+    frames = case.batch(20, seed=3)
+    frames["next", "done"][-1] = frames["next", "terminated"][-1] = True
+    return frames.set("frame", torch.arange(20))
+
+
+def windows_of(case: LossCase, n: int) -> TensorDict:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
+    buffer.append_transform(NStepTransform(n, signals=(*SIGNALS, "observation")))
+    buffer.extend(ended_frames(case))
+    return buffer[:]
+
+
 def check_critic(case: LossCase, loss: LossModule, batch: TensorDict, target: Tensor) -> None:
     """The loss of the critics is the squared distance to this target, the priority its largest root."""
     error = predictions(case, loss, batch) - target
@@ -172,14 +185,9 @@ def test_the_target_of_every_step_equals_the_loop(case, bootstrap):
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_the_target_of_every_window_equals_the_loop_over_its_frames(case, n_step, bootstrap):
     flag, n = "terminated" if bootstrap else "done", 3
-    frames = case.batch(20, seed=3)
-    frames["next", "done"][-1] = frames["next", "terminated"][-1] = True
-    frames["frame"] = torch.arange(20)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
-    buffer.append_transform(NStepTransform(n, signals=(*SIGNALS, "observation")))
-    buffer.extend(frames)
+    frames = ended_frames(case)
     for backup, _ in BACKUPS:
-        batch = buffer[:]
+        batch = windows_of(case, n)
         loss = case.build(backup=backup, n_step=n_step, bootstrap_on_truncation=bootstrap, **settings_of(case))
         torch.manual_seed(1)
         place = batch["steps" if n_step == "best" else "next", "observation"]
@@ -258,6 +266,39 @@ def test_nested_keys_change_nothing(case):
         {**flags, "observation": NESTED.observation, "action": NESTED.action, "action_log_prob": NESTED.log_prob},
     )
     same(run(loss, batch), run(case.build(backup=ReachAvoidBackup()), case.batch()))
+
+
+@EVERY
+def test_every_key_of_a_loss_can_be_renamed_those_of_torchrls_loss_too(case):
+    written = {"action_value", "value_logits", "state_action_value", "value"}  # by the networks
+    loss = case.build(keys=Keys(action="my_action", log_prob="my_sample_log_prob"), backup=ReachAvoidBackup())
+    plain, batch = case.build(backup=ReachAvoidBackup()), case.batch()
+    batch["priority_weight"] = torch.linspace(0.1, 1, batch.numel(), dtype=torch.float64).reshape(batch.shape)
+    names = {name: key for name, key in vars(plain.tensor_keys).items() if name not in written}
+    loss.set_keys(**{name: f"my_{name}" for name in names})
+    moved = renamed(batch, {key: f"my_{name}" for name, key in names.items()})
+    if case.on_policy:
+        for each, rows in ((plain, batch), (loss, moved)):
+            each.value_estimator(rows, params=each.critic_network_params)
+        assert torch.equal(moved["my_advantage"], batch["advantage"])
+        assert torch.equal(moved["my_value_target"], batch["value_target"])
+    same(run(loss, moved), run(plain, batch))
+    assert not {"advantage", "value_target", "td_error"} & {*moved.keys()}
+    if not case.on_policy:
+        assert torch.equal(moved["my_priority"], batch["td_error"])
+
+
+@EVERY
+def test_a_ready_estimator_gets_the_keys_of_the_loss(case):
+    loss, batch = case.build(backup=AvoidBackup(), gamma=0.5), case.batch()
+    expected = run(loss, batch.clone())
+    kind, network = type(loss.value_estimator), getattr(loss, "critic_network", None)
+    loss.set_keys(safety_margin=("agent", "g"), done=("agent", "done"))
+    for ready in (kind(backup=AvoidBackup(), gamma=0.5, value_network=network), kind):
+        settings = {} if ready is not kind else {"backup": AvoidBackup(), "gamma": 0.5}
+        loss.make_value_estimator(ready, **settings)
+        assert loss.value_estimator.tensor_keys.safety_margin == ("agent", "g")
+        same(run(loss, renamed(batch, {"safety_margin": ("agent", "g"), "done": ("agent", "done")})), expected)
 
 
 @EVERY
@@ -558,9 +599,26 @@ def test_an_action_may_keep_its_trailing_dimension(case):
 
 @pytest.mark.parametrize("family", dict.fromkeys(case.family for case in LOSSES))
 def test_compiles_without_graph_breaks_to_the_same_numbers(family):
-    torch._dynamo.reset()
     case = next(case for case in reversed(LOSSES) if case.family == family)
-    loss, batch, graphs = case.build(backup=ReachAvoidBackup()), case.batch(), []
+    compiles_to_the_same_numbers(case, case.build(backup=ReachAvoidBackup()), case.batch())
+
+
+@pytest.mark.slow
+@EVERY
+def test_every_loss_compiles_without_graph_breaks(case):
+    compiles_to_the_same_numbers(case, case.build(), case.batch())
+
+
+@pytest.mark.slow
+@losses(*OFF_POLICY, "categorical DQN")
+@pytest.mark.parametrize("n_step", ["last", "best"])
+def test_every_loss_compiles_on_windows_without_graph_breaks(case, n_step):
+    compiles_to_the_same_numbers(case, case.build(n_step=n_step), windows_of(case, 3))
+
+
+def compiles_to_the_same_numbers(case, loss, batch):
+    torch._dynamo.reset()
+    graphs = []
     compiled = torch.compile(loss, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     for gamma in (0.9, 0.9, 0.5):
         known = len(graphs)
@@ -587,6 +645,54 @@ def test_a_temperature_below_its_limit_is_lifted_under_ahead_of_time_autograd(ca
     sum(result[term] for term in case.terms).backward()  # refused where the parameter is written past autograd
     close(result["alpha"], torch.tensor(1e-3), 1e-6)
     close(loss.log_alpha.exp(), torch.tensor(1e-3), 1e-6)
+
+
+# --- a known value ---
+
+
+class Known(torch.nn.Module):
+    """The values of a table, at the place that the first entry of an observation names, for each of some actions."""
+
+    def __init__(self, table: Tensor, actions: int) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+        self.shift, self.actions = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)), actions
+
+    def forward(self, observation: Tensor) -> Tensor:
+        place = observation[..., :1].long().clamp(0, len(self.table) - 1)
+        return (self.table[place] + self.shift).expand(*place.shape[:-1], self.actions)
+
+
+@SCALAR
+@pytest.mark.parametrize("backup", [AvoidBackup(), ReachAvoidBackup()], ids=repr)
+def test_the_exact_value_is_a_fixed_point_whatever_the_temperature_and_the_policy(case, backup):
+    """So that what is learned is a certificate: nothing but the problem moves it."""
+    steps, batch, operator = 6, case.batch(1, 6), OPERATORS[repr(backup)]
+    after = batch["next"]
+    batch["observation"][0, :, 0], after["observation"][0, :, 0] = torch.arange(6.0), torch.arange(1.0, 7.0)
+    after["done"] = after["terminated"] = (torch.arange(steps) == steps - 1).reshape(1, steps, 1)
+    after["safety_margin"] = torch.tensor([0.9, 0.3, 0.7, 0.5, 0.4, 0.2], dtype=torch.float64).reshape(1, steps, 1)
+    after["target_margin"] = torch.tensor([-0.8, -0.6, -0.1, 0.6, -0.4, 0.1], dtype=torch.float64).reshape(1, steps, 1)
+    exact = torch.full((steps + 1,), 77.0, dtype=torch.float64)  # never read: the episode is over
+    for t in reversed(range(steps)):
+        exact[t] = operator(signals_of(batch[0, t]), exact[t + 1].item(), 1.0, t == steps - 1)
+    assert exact[:4].tolist() == pytest.approx([0.2] * 4 if isinstance(backup, AvoidBackup) else [0.3, 0.3, 0.5, 0.5])
+    *actor, critic = (network.double() for network in case.networks(Keys()))
+    key = critic.out_keys[0]
+    table = TensorDictModule(Known(exact, 3 if key == "action_value" else 1), ["observation"], [key])
+    loss = case.loss(*actor, table, **{**case.settings, "backup": backup, "gamma": 1.0})
+    if case.on_policy:
+        for lmbda in (0.0, 0.7, 1.0):
+            loss.make_value_estimator(lmbda=lmbda)
+            found = loss.value_estimator(batch.clone(), params=loss.critic_network_params)
+            close(found["value_target"].flatten(), exact[:steps])
+            close(found["advantage"], torch.zeros(1, steps, 1))
+        return
+    for alpha in (1e-3, 10.0) if "SAC" in case.family else (None,):
+        if alpha is not None:
+            loss.log_alpha.data.fill_(alpha).log_()
+        run(loss, batch)
+        close(batch["td_error"].flatten(), torch.zeros(steps))
 
 
 # --- noise and ties ---

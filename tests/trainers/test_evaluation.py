@@ -157,6 +157,20 @@ def test_without_a_target_margin_there_is_no_success():
     assert found.scores["success_rate"] is None
 
 
+def test_a_target_margin_that_is_named_or_declared_is_never_passed_over():
+    g = torch.zeros(4, 3)
+    ends = torch.zeros(4, 2).long()
+    with pytest.raises(KeyError, match=r"the key .l_x. is missing.*target_margin=\.\.\."):
+        evaluate(ScriptEnv(g, g, ends), still, episodes=4, max_steps=2, target_margin="l_x")
+
+    class AtStepsOnly(ScriptEnv):
+        def reset(self, *args, **settings):
+            return super().reset(*args, **settings).exclude("target_margin")
+
+    with pytest.raises(KeyError, match="the key 'target_margin' is missing"):
+        evaluate(AtStepsOnly(g, g, ends), still, episodes=4, max_steps=2)
+
+
 def test_a_margin_that_is_no_number_is_not_safe():
     g = torch.tensor([[0.0, float("nan"), 0.0], [0.0, 0.0, 0.0]])
     env = ScriptEnv(g, g, torch.zeros(2, 2).long(), batch=(2,))

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from contracts import LOSSES
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.data import Bounded
@@ -135,6 +136,23 @@ def test_every_learned_parameter_of_a_loss_is_in_exactly_one_group_with_its_rate
     shapes = {name: {tuple(p.shape) for p in group["params"]} for name, group in groups.items()}
     assert shapes["actor_network"] == {(8, 2), (8,), (2, 8), (2,)}
     assert shapes["qvalue_network"] == {(2, 8, 3), (2, 8), (2, 1, 8), (2, 1)}
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.loss.__name__)
+def test_each_network_of_every_loss_learns_and_decays_at_a_rate_of_its_own(case):
+    loss = case.build()
+    networks = sorted({prefix.removesuffix("_params") for prefix in case.terms.values()})
+    rates = {name: 0.5 * 2.0**-i for i, name in enumerate(networks)}
+    optimizer = torch.optim.SGD(parameter_groups(loss, rates))
+    StepDecay(optimizer, {networks[0]: 0.5}, total_frames=100, period=0.1).step(25)
+    rates[networks[0]] *= 0.25
+    before = {name: value.detach().clone() for name, value in loss.named_parameters()}
+    for parameter in loss.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, value in loss.named_parameters():
+        expected = before[name] - rates[name.split(".")[0].removesuffix("_params")]
+        torch.testing.assert_close(value.detach(), expected)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +306,16 @@ def test_a_temperature_that_is_not_learned_cannot_be_reset():
         TemperatureReset(StepGamma(10), loss, optimizer)
     with pytest.raises(ValueError, match="does not move log_alpha"):
         TemperatureReset(StepGamma(10), sac_loss(), optimizer)
+    loss = sac_loss()
+    with pytest.raises(ValueError, match="schedule is a GeometricGamma; only the jumps of a StepGamma"):
+        TemperatureReset(GeometricGamma(10), loss, torch.optim.Adam(loss.parameters()))
+
+
+@pytest.mark.parametrize("frames", [math.nan, -1])
+def test_frames_that_are_no_number_of_frames_do_not_end_a_schedule(frames):
+    for schedule in (GeometricGamma(10), StdCap(10, start=1.0, end=0.1)):
+        with pytest.raises(ValueError, match=f"frames is {frames}"):
+            schedule.step(frames)
 
 
 def test_a_cap_reaches_the_loss_that_was_made_from_the_policy_and_its_checkpoint():

@@ -223,6 +223,11 @@ class BackupLoss(_Base):
         if self.reduction == "mean" and not shape.numel():
             raise ValueError(f"the batch {list(shape)} holds no transition, so its mean loss is undefined")
 
+    def _maybe_get_priority_weight(self, tensordict: TensorDictBase) -> Tensor | None:
+        # TorchRL's looks for the key among those of the first level, where a nested one is a TypeError.
+        is_used = self.use_prioritized_weights in (True, "auto")
+        return tensordict.get(self.tensor_keys.priority_weight, None) if is_used else None
+
     def _reduce_loss(
         self,
         loss: Tensor,

@@ -134,7 +134,7 @@ def evaluate(
     episodes: int | None = None,
     max_steps: int,
     safety_margin: NestedKey = "safety_margin",
-    target_margin: NestedKey = "target_margin",
+    target_margin: NestedKey | None = None,
     state_key: NestedKey = "observation",
     confidence: float = 0.95,
 ) -> Evaluation:
@@ -155,14 +155,15 @@ def evaluate(
         episodes: their number N, starting where the resets of the environment put them.
         max_steps: the most steps of an episode.
         safety_margin: key of the safety margin `[*B, 1]`, >= 0 outside the failure set.
-        target_margin: key of the target margin `[*B, 1]`, >= 0 inside the target; success is None without it.
+        target_margin: key of the target margin `[*B, 1]`, >= 0 inside the target; None for ``"target_margin"`` where
+            the environment declares it, and no success rate where it does not.
         state_key: key under which starts are given and states are recorded.
         confidence: of the exact intervals of both rates, see :func:`binomial_interval`.
 
     Raises:
         ValueError: for a setting out of range, not exactly one of `starts` and `episodes`, or starts that the
             environment cannot take.
-        KeyError: if a reset or a step writes no safety margin.
+        KeyError: if a reset or a step does not write a margin.
 
     Example:
         >>> import torch
@@ -174,6 +175,8 @@ def evaluate(
         0.5
     """
     count = _count(starts, episodes, max_steps)
+    if target_margin is None and "target_margin" in env.full_observation_spec.keys(True, True):
+        target_margin = "target_margin"
     binomial_interval(0, 1, confidence=confidence)  # refuses it before anything runs
     began = time.perf_counter()
     module = policy if isinstance(policy, nn.Module) else nn.Module()
@@ -240,7 +243,7 @@ def _run(
     root: TensorDictBase,
     max_steps: int,
     safety_margin: NestedKey,
-    target_margin: NestedKey,
+    target_margin: NestedKey | None,
     state_key: NestedKey,
 ) -> _Episodes:
     """One episode in each member of the batch, from `root` on, flattened to `[N]`."""
@@ -253,8 +256,8 @@ def _run(
     reached = None
     if target_margin in on_reward:
         reached = torch.zeros_like(over)
-    elif (target := root.get(target_margin, None)) is not None:
-        reached = safe & (target >= 0)
+    elif target_margin is not None:
+        reached = safe & (read(root, target_margin, remedy.format("target_margin")) >= 0)
     states = [read(root, state_key, remedy.format("state_key"))]
     for _ in range(max_steps):
         # A member whose episode is over begins another one, which counts for nothing: unlike a step beyond the end,
@@ -262,7 +265,7 @@ def _run(
         transition, root = env.step_and_maybe_reset(policy(root))
         after = transition["next"]
         safe = safe & (over | (read(after, safety_margin, remedy.format("safety_margin")) >= 0))
-        if reached is not None:
+        if reached is not None and target_margin is not None:
             target = read(after, target_margin, remedy.format("target_margin"))
             reached = reached | (~over & safe & (target >= 0))
         length = length + ~over

@@ -111,7 +111,7 @@ class GeometricGamma:
 
     def step(self, frames: int) -> float:
         """The discount after `frames` frames; never below one returned before."""
-        share = min(1.0, frames / self.total_frames / self.fraction)
+        share = _share(frames, self.total_frames, self.fraction)
         scheduled = round(1 - _geometric(1 - self.gamma_start, 1 - self.gamma_end, share), 12)
         self.gamma = max(self.gamma, scheduled)
         return self.gamma
@@ -158,7 +158,7 @@ class StdCap:
 
     def step(self, frames: int) -> float:
         """The cap after `frames` frames; never above one returned before."""
-        share = min(1.0, frames / self.total_frames / self.fraction)
+        share = _share(frames, self.total_frames, self.fraction)
         self.cap = min(self.cap, _geometric(self.start, self.end, share))
         return self.cap
 
@@ -185,7 +185,7 @@ class TemperatureReset:
         optimizer: the one that moves `log_alpha`, alone or among other parameters.
 
     Raises:
-        ValueError: if the loss has no temperature that is learned, or the optimiser does not move it.
+        ValueError: for another schedule, or if the loss learns no temperature, or the optimiser does not move it.
 
     Example:
         >>> import torch
@@ -202,6 +202,11 @@ class TemperatureReset:
     """
 
     def __init__(self, schedule: StepGamma, loss: nn.Module, optimizer: Optimizer) -> None:
+        if not isinstance(schedule, StepGamma):
+            raise ValueError(
+                f"schedule is a {type(schedule).__name__}; only the jumps of a StepGamma start the temperature over, "
+                "which a discount that rises all the time would do at every step"
+            )
         log_alpha, initial = getattr(loss, "log_alpha", None), getattr(loss, "alpha_init", None)
         if not isinstance(log_alpha, nn.Parameter) or not isinstance(initial, Tensor):
             raise ValueError(
@@ -337,6 +342,13 @@ class StepDecay:
 
 def _geometric(start: float, end: float, share: float) -> float:
     return end if share == 1 else start * (end / start) ** share
+
+
+def _share(frames: int, total_frames: int, fraction: float) -> float:
+    """How much of the first `fraction` of the budget is used, at most 1."""
+    if not frames >= 0:
+        raise ValueError(f"frames is {frames}; it must be a number of at least 0")
+    return min(1.0, frames / total_frames / fraction)
 
 
 def _steps_passed(frames: int, total_frames: int, period: float) -> int:
