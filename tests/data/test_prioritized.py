@@ -259,7 +259,7 @@ def test_a_bad_priority_is_refused_with_nothing_changed(bad, dtype):
         with pytest.raises(ValueError, match="priority is"):
             buffer.update_tensordict_priority(batch)
         after = buffer.sampler.state_dict()
-        for name in ("tree", "updated", "highest", "written_at"):
+        for name in ("tree", "records"):
             assert str(before[name]) == str(after[name])
 
 
@@ -544,10 +544,12 @@ def test_a_copied_sampler_continues_the_very_same_draws_on_its_own():
 
 def test_a_state_of_other_settings_is_refused():
     state = make(4).sampler.state_dict()
-    with pytest.raises(ValueError, match=r"saved with alpha=0\.6, this sampler has alpha=0\.5"):
-        PrioritizedSampler(4, alpha=0.5).load_state_dict(state)
-    with pytest.raises(ValueError, match="another max_priority"):
+    with pytest.raises(ValueError, match=r"saved with eps=1e-06, this sampler has eps=0\.5"):
+        PrioritizedSampler(4, eps=0.5).load_state_dict(state)
+    with pytest.raises(ValueError, match="saved with max_priority=ever, this sampler has max_priority=buffer"):
         PrioritizedSampler(4, max_priority="buffer").load_state_dict(state)
+    with pytest.raises(ValueError, match="saved with variant=proportional, this sampler has variant=rank"):
+        PrioritizedSampler(4, variant="rank").load_state_dict(state)
     with pytest.raises(ValueError, match="capacity 4, this one has capacity 5"):
         PrioritizedSampler(5).load_state_dict(state)
 
@@ -555,7 +557,11 @@ def test_a_state_of_other_settings_is_refused():
 def test_nothing_waits_for_an_accelerator():
     # A fake device has no values: reading one back on the host raises.
     storage = make(1000).storage
-    for max_priority, normalization in (("ever", "batch"), ("buffer", "buffer"), ("buffer", None)):
+    for max_priority, normalization, variant in (
+        ("ever", "batch", "proportional"),
+        ("buffer", "buffer", "proportional"),
+        ("buffer", None, "rank"),
+    ):
         generator = torch.Generator()
         with FakeTensorMode():
             sampler = PrioritizedSampler(
@@ -563,6 +569,8 @@ def test_nothing_waits_for_an_accelerator():
                 device="cuda",
                 max_priority=max_priority,
                 weight_normalization=normalization,
+                variant=variant,
+                sort_interval=1,
                 stratified=True,
                 generator=generator,
             )
@@ -573,6 +581,8 @@ def test_nothing_waits_for_an_accelerator():
             sampler.update_priority(index, torch.rand(8, device="cuda"), storage=storage)
             sampler.update_priority(index, torch.rand(8, 1, device="cuda"), generation=info["priority_stamp"])
             sampler.update_priority(torch.zeros((), dtype=torch.long, device="cuda"), 1.0)
+            sampler.alpha = 0.3
+            sampler.sample(storage, 8)
 
 
 @pytest.mark.parametrize("max_priority", ["ever", "buffer"])
@@ -586,9 +596,7 @@ def test_the_tree_follows_its_storage_to_another_device(max_priority):
     sampler = make(10, max_priority=max_priority).sampler
     nothing = torch.zeros(0)
     sampler.update_priority(nothing.long(), nothing, storage=Elsewhere())
-    assert {part.device.type for part in (sampler, sampler._highest, sampler._written_at)} == {"meta"}
-    assert (sampler._updated is None) == (max_priority == "ever")
-    assert sampler._updated is None or sampler._updated.device.type == "meta"
+    assert {sampler.device.type, sampler._records.default_priority().device.type} == {"meta"}
     kept = PrioritizedSampler(10, device="cpu")
     kept.update_priority(nothing.long(), nothing, storage=Elsewhere())
     assert kept.device.type == "cpu"
@@ -614,6 +622,8 @@ def test_a_sampler_is_not_handed_to_another_process(monkeypatch):
         ({"generator": 3}, "generator must be a torch.Generator or None, got 3"),
         ({"weight_normalization": "max"}, "weight_normalization must be one of .*, got 'max'"),
         ({"max_priority": "always"}, "max_priority must be one of .*, got 'always'"),
+        ({"variant": "ranked"}, "variant must be one of .*, got 'ranked'"),
+        ({"sort_interval": 0}, "sort_interval must be at least 1, got 0"),
         ({"max_capacity": 0}, "capacity must be a positive integer, got 0"),
     ],
 )

@@ -2,6 +2,7 @@ import copy
 import io
 import math
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchrl_safety.data.priority_tree import PriorityTree, _last_of_each_slot, _never_empty
+from torchrl_safety.data import priority_kernels, priority_tree
+from torchrl_safety.data.priority_tree import PriorityTree, _never_empty, last_row_of_each_slot
 
 
 def filled(leaves):
@@ -105,7 +107,7 @@ def test_of_equal_slots_in_one_write_the_last_wins():
     tree.set(index, leaf)
     last = dict(zip(index.tolist(), leaf.tolist()))
     assert tree.get(torch.arange(5)).tolist() == [last[slot] for slot in range(5)]
-    settled = _last_of_each_slot(index, leaf, torch.zeros(5, dtype=torch.long))
+    settled = leaf[last_row_of_each_slot(index)]
     assert settled.tolist() == [last[slot] for slot in index.tolist()]
 
 
@@ -216,3 +218,60 @@ def test_a_slot_outside_the_tree_is_refused_with_nothing_changed(slot):
 def test_a_state_of_another_capacity_is_refused():
     with pytest.raises(ValueError, match="capacity 2, this one has capacity 3"):
         PriorityTree(3).load_state_dict(PriorityTree(2).state_dict())
+
+
+@pytest.mark.parametrize("capacity", [1, 63, 64, 1000, 16_384 * 64 + 5])
+def test_the_compiled_search_finds_the_very_slots_that_the_tensors_find(capacity, monkeypatch):
+    generator = torch.Generator().manual_seed(capacity)
+    leaves = 10.0 ** (12 * torch.rand(capacity, dtype=torch.float64, generator=generator) - 6)
+    leaves[1:][torch.rand(capacity - 1, generator=generator) < 0.3] = 0
+    u = torch.rand(300, dtype=torch.float64, generator=generator)
+    u = torch.cat([u, torch.linspace(0, 1, 101).double(), torch.tensor([5e-324, 1 - 2**-53], dtype=torch.float64)])
+    tree = filled(leaves)
+    # Not compiled here, so that it is compared also where numba is absent.
+    monkeypatch.setattr(priority_tree, "compiled_search", lambda: priority_kernels.search)
+    slot, leaf = tree.find(u)
+    monkeypatch.setattr(priority_tree, "compiled_search", lambda: None)
+    expected_slot, expected_leaf = tree.find(u)
+    assert torch.equal(slot, expected_slot)
+    assert torch.equal(leaf, expected_leaf)
+
+
+def test_a_row_with_less_mass_than_its_node_gives_its_last_child_in_both_forms(monkeypatch):
+    for form in (priority_kernels.search, None):
+        monkeypatch.setattr(priority_tree, "compiled_search", lambda form=form: form)
+        tree = filled([1.0, 2.0, 3.0, 0.0])
+        tree._top[0] = 6.5  # as if rounding had made the sum larger than its parts
+        assert tree.sample(torch.tensor([0.99])).tolist() == [2]
+
+
+def test_the_search_is_left_to_tensors_where_numba_is_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert priority_kernels.compiled_search.__wrapped__() is None
+
+
+@pytest.mark.parametrize("capacity", [5, 1000, 1_100_000])
+def test_a_run_of_slots_and_all_slots_at_once_are_written_like_single_ones(capacity):
+    generator = torch.Generator().manual_seed(0)
+    leaves = torch.rand(capacity, dtype=torch.float64, generator=generator)
+    expected, filled_at_once = filled(leaves), PriorityTree(capacity)
+    filled_at_once.set(torch.tensor([capacity - 1]), 9.0)
+    filled_at_once.fill(leaves)
+    for run in (slice(0, 1), slice(capacity // 3, capacity // 2), slice(capacity - 2, capacity)):
+        expected.set(torch.arange(run.start, run.stop), 0.25)
+        filled_at_once.write_run(run, torch.tensor(0.25, dtype=torch.float64))
+        every = torch.arange(capacity)
+        assert torch.equal(filled_at_once.get(every), expected.get(every))
+        assert filled_at_once.total.item() == pytest.approx(expected.total.item(), rel=1e-12)
+        assert (filled_at_once.min, filled_at_once.max) == (expected.min, expected.max)
+
+
+def test_many_rows_of_neighbours_leave_the_sums_that_brute_force_gives():
+    tree, generator = PriorityTree(10_000), torch.Generator().manual_seed(0)
+    for start in (0, 5000, 9000, 4700):
+        index = torch.arange(start, start + 1000)
+        tree.set(index[torch.randperm(1000, generator=generator)], torch.rand(1000, generator=generator))
+        tree.set(index, torch.rand(1000, generator=generator))
+        array = tree.get(torch.arange(10_000)).tolist()
+        assert tree.total.item() == pytest.approx(math.fsum(array), rel=1e-12)
+        assert tree.min.item() == min(leaf for leaf in array if leaf > 0)

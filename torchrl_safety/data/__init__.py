@@ -1,7 +1,20 @@
 """Replay: priority trees, samplers and transforms."""
 
+from torchrl_safety.data.buffers import HindsightPrioritizedReplayBuffer, HindsightReplayBuffer
+from torchrl_safety.data.goals import GoalCondition
+from torchrl_safety.data.hindsight import HindsightTransform
 from torchrl_safety.data.nstep import NStepTransform
 from torchrl_safety.data.prioritized import PrioritizedSampler
 from torchrl_safety.data.priority_tree import PriorityTree
+from torchrl_safety.data.relabel import HindsightRelabel
 
-__all__ = ["NStepTransform", "PrioritizedSampler", "PriorityTree"]
+__all__ = [
+    "GoalCondition",
+    "HindsightPrioritizedReplayBuffer",
+    "HindsightRelabel",
+    "HindsightReplayBuffer",
+    "HindsightTransform",
+    "NStepTransform",
+    "PrioritizedSampler",
+    "PriorityTree",
+]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.envs.transforms import Compose, Transform
 
-from torchrl_safety.data.pending import PendingTransform, calling_buffer
-
-Key = tuple[str, ...]
+from torchrl_safety.data.frames import (
+    Entries,
+    Key,
+    check_kinds,
+    end_flags,
+    following_of,
+    kinds,
+    names,
+    positive,
+    public,
+    rows_of,
+    time_major,
+)
+from torchrl_safety.data.pending import PendingTransform, only
 
 TERMINATED: Key = ("terminated",)
 VALID: Key = ("valid",)
@@ -70,8 +79,8 @@ class NStepTransform(PendingTransform):
         self, n_steps: int, *, signals: Sequence[NestedKey] = ("reward",), num_envs: int | None = None
     ) -> None:
         super().__init__()
-        self.n_steps = _positive("n_steps", n_steps, remedy="1 keeps ordinary one-step transitions")
-        self.num_envs = None if num_envs is None else _positive("num_envs", num_envs, remedy="None means one stream")
+        self.n_steps = positive("n_steps", n_steps, remedy="1 keeps ordinary one-step transitions")
+        self.num_envs = None if num_envs is None else positive("num_envs", num_envs, remedy="None means one stream")
         self.signals = _check_signals(signals)
         self._pending: _Frames | None = None
 
@@ -84,93 +93,81 @@ class NStepTransform(PendingTransform):
         """Drops the frames whose windows are not complete, as after a reset in the middle of an episode."""
         self._pending = None
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns the sample unchanged: the work was done when it was written."""
-        return tensordict
-
     def __repr__(self) -> str:
-        signals = tuple(map(_public, self.signals))
+        signals = tuple(map(public, self.signals))
         return f"{type(self).__name__}({self.n_steps}, signals={signals}, num_envs={self.num_envs})"
 
     @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        buffer = calling_buffer()
-        self.attach(buffer)
-        if buffer is not None and buffer.dim_extend:
-            raise ValueError(
-                f"NStepTransform emits rows of batch shape [M], but the storage has {buffer.dim_extend + 1} batch "
-                "dimensions; use a storage with ndim=1."
-            )
-        new, following = self._split(tensordict)
-        held = 0 if self._pending is None else self._pending.ended.shape[0]
-        frames = _join(self._pending, new)
-        rows = self._rows(frames, following, held, tensordict.device) if len(new.ended) else None
+        buffer = self.writing_buffer()
+        rows, pending = self._advance(tensordict)
         if rows is None:
-            self._check_order()
+            self.check_order()
         elif buffer is not None and tensordict.ndim == 0:
-            rows = _only(rows)
-        self._pending = _tail(frames, self.n_steps - 1)
+            rows = only(rows)
+        self._pending = pending
         return rows
 
-    def _split(self, frames: TensorDictBase) -> tuple[_Frames, dict[Key, Tensor]]:
+    def push(self, frames: TensorDictBase) -> TensorDictBase | None:
+        """Takes the next frames and returns the rows that became ready, `[M]`, or None."""
+        rows, self._pending = self._advance(frames)
+        return rows
+
+    def rows_of_windows(self, windows: TensorDictBase, last: Tensor) -> TensorDictBase:
+        """One row `[M]` for each window `[M, n]` of frames, held together by nothing but their place in it.
+
+        A window ends at its first step that ended an episode or is marked in `last`, bool `[M, n]`; each has one.
+        """
+        frames, following = self._split(windows, len(windows))
+        ended = frames.ended | last.t()
+        valid = _valid_steps(ended.t())
+        start, env = torch.zeros_like(valid[:, 0], dtype=torch.long), torch.arange(len(valid), device=valid.device)
+        return self._rows(frames, following, _Windows(start, valid.sum(-1) - 1, env, valid), 0, windows.device)
+
+    def _advance(self, new_frames: TensorDictBase) -> tuple[TensorDict | None, _Frames | None]:
+        """The rows that new frames complete, and the frames to keep."""
+        new, following = self._split(new_frames, self.num_envs)
+        held = 0 if self._pending is None else self._pending.ended.shape[0]
+        frames = _join(self._pending, new)
+        rows = None
+        if len(new.ended):
+            windows = _ready_windows(frames.ended, self.n_steps, held)
+            if len(windows.start):
+                rows = self._rows(frames, following, windows, held, new_frames.device)
+        return rows, _tail(frames, self.n_steps - 1)
+
+    def _split(self, frames: TensorDictBase, num_envs: int | None) -> tuple[_Frames, Entries]:
         """The frames with time and env in front, `[T, N, *]`: what windows need of them, and their "next" entries."""
-        if not isinstance(frames, TensorDictBase):
-            raise TypeError(f"NStepTransform takes frames as a TensorDict, got a {type(frames).__name__}.")
-        time_major = _layout(frames.batch_size, self.num_envs)
-        root: dict[Key, Tensor] = {}
-        following: dict[Key, Tensor] = {}
-        for key, value in frames.items(True, True, is_leaf=is_leaf_nontensor):
-            path = key if isinstance(key, tuple) else (key,)
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"Entry {_public(path)!r} is a {type(value).__name__}; NStepTransform moves tensors only. "
-                    "Exclude the entry from the frames, or store it as a tensor."
-                )
-            if path[0] == "next":
-                following[path[1:]] = time_major(value)
-            else:
-                root[path] = time_major(value)
+        name = type(self).__name__
+        entries = time_major(frames, num_envs, name)
+        following = following_of(entries)
+        root = {path: value for path, value in entries.items() if path[0] != "next"}
         if any(path[0] == "steps" for path in root):
             raise ValueError('The frames hold "steps" entries already; apply NStepTransform once, to one-step frames.')
-        terminated, ended = _end_flags(following)
+        terminated, ended = end_flags(following, name)
         steps = {signal: _signal(following, signal) for signal in self.signals}
         return _Frames(root, steps | {TERMINATED: terminated}, ended), following
 
     def _rows(
-        self, frames: _Frames, following: dict[Key, Tensor], held: int, device: torch.device | None
-    ) -> TensorDict | None:
-        """The transitions that the newest frames complete, `[M]`, or None."""
-        start, last, env, valid = _ready_windows(frames.ended, self.n_steps, held)
-        if not len(start):
-            return None
+        self, frames: _Frames, following: Entries, windows: _Windows, held: int, device: torch.device | None
+    ) -> TensorDict:
+        """The transitions of windows, `[M]`; the "next" entries are those of the frames from `held` on."""
+        start, last, env, valid = windows
         length, num_envs = frames.ended.shape
         at_start, at_last = start * num_envs + env, (last - held) * num_envs + env
-        rows: dict[str, Any] = {}
+        rows: Entries = {}
         for path, value in frames.root.items():
-            _put(rows, path, value.flatten(0, 1).index_select(0, at_start))
+            rows[path] = value.flatten(0, 1).index_select(0, at_start)
         for path, value in following.items():
-            _put(rows, ("next", *path), value.flatten(0, 1).index_select(0, at_last))
+            rows[("next", *path)] = value.flatten(0, 1).index_select(0, at_last)
         offsets = torch.arange(self.n_steps, device=start.device)
         window = (start.unsqueeze(-1) + offsets).clamp_(max=length - 1) * num_envs + env.unsqueeze(-1)
         for path, value in frames.steps.items():
             steps = value.flatten(0, 1)[window]
             missing = ~valid.reshape(valid.shape + (1,) * (steps.ndim - 2))
-            _put(rows, ("steps", *path), steps.masked_fill_(missing, 0))
-        _put(rows, ("steps", *VALID), valid.unsqueeze(-1))
-        return TensorDict(rows, [len(start)], device=device)
-
-    def _check_order(self) -> None:
-        """Refuses to hand "no rows" to a transform that would try to invert them."""
-        container = self.__dict__["_container"]
-        chain = container() if container is not None else None
-        for transform in chain if isinstance(chain, Compose) else ():
-            if transform is self:
-                return
-            if any(_inverts(part) for part in transform.modules()):
-                raise ValueError(
-                    f"{type(transform).__name__} stands before NStepTransform, so its inverse would run on rows that "
-                    "are not there yet; put NStepTransform first: rb.insert_transform(0, NStepTransform(...))."
-                )
+            rows[("steps", *path)] = steps.masked_fill_(missing, 0)
+        rows[("steps", *VALID)] = valid.unsqueeze(-1)
+        return rows_of(rows, len(start), device)
 
     def get_extra_state(self) -> dict[str, Any]:
         """The pending frames and the settings they were gathered under, as plain values."""
@@ -192,8 +189,8 @@ class NStepTransform(PendingTransform):
 class _Frames(NamedTuple):
     """What windows need of consecutive frames, `[T, N, *]`: roots, per-step entries, and whether an episode ended."""
 
-    root: dict[Key, Tensor]
-    steps: dict[Key, Tensor]
+    root: Entries
+    steps: Entries
     ended: Tensor
 
 
@@ -212,24 +209,9 @@ def _join(past: _Frames | None, new: _Frames) -> _Frames:
     return _Frames(root, _join_entries(past.steps, new.steps), torch.cat([past.ended, new.ended]))
 
 
-def _join_entries(past: dict[Key, Tensor], new: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    if past.keys() != new.keys():
-        changed = sorted(map(str, map(_public, past.keys() ^ new.keys())))
-        raise KeyError(
-            f"The frames differ from those before them in the keys {changed}; write frames with the same keys, or "
-            "empty the buffer (rb.empty()) first."
-        )
-    joined = {}
-    for path, value in new.items():
-        before = past[path]
-        if before.shape[1:] != value.shape[1:] or before.dtype != value.dtype:
-            raise ValueError(
-                f"Entry {_public(path)!r} changed from shape {list(before.shape[1:])}, {before.dtype} to "
-                f"{list(value.shape[1:])}, {value.dtype} (env dimension first); write frames of one kind, or empty the "
-                "buffer (rb.empty()) first."
-            )
-        joined[path] = torch.cat([before, value])
-    return joined
+def _join_entries(past: Entries, new: Entries) -> Entries:
+    check_kinds(kinds(past), kinds(new))
+    return {path: torch.cat([past[path], value]) for path, value in new.items()}
 
 
 def _tail(frames: _Frames, length: int) -> _Frames | None:
@@ -240,7 +222,22 @@ def _tail(frames: _Frames, length: int) -> _Frames | None:
     return _map((lambda value: value[first:].clone()) if first > length else (lambda value: value[first:]), frames)
 
 
-def _ready_windows(ended: Tensor, n_steps: int, held: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class _Windows(NamedTuple):
+    """First step, last step and env of windows, each `[M]`, and which of their n steps exist, bool `[M, n]`."""
+
+    start: Tensor
+    last: Tensor
+    env: Tensor
+    valid: Tensor
+
+
+def _valid_steps(ended: Tensor) -> Tensor:
+    """Which steps of windows `[*, n]` come before or at the first that ended an episode."""
+    ends = ended.long()
+    return ends.cumsum(-1) == ends  # no end at an earlier step of the window
+
+
+def _ready_windows(ended: Tensor, n_steps: int, held: int) -> _Windows:
     """The windows that the frames from `held` on complete.
 
     Args:
@@ -249,111 +246,34 @@ def _ready_windows(ended: Tensor, n_steps: int, held: int) -> tuple[Tensor, Tens
         held (int): how many of the L frames were there before; they completed what they could.
 
     Returns:
-        First step, last step and env of each window, each `[M]`, and which of its n steps exist, bool `[M, n]`; ordered
-        by last step, env, first step.
+        The windows, ordered by last step, env, first step.
     """
     length = len(ended)
-    ends = torch.nn.functional.pad(ended.t().long(), (0, n_steps - 1)).unfold(1, n_steps, 1)  # [N, L, n]
-    ends_so_far = ends.cumsum(-1)
-    valid = ends_so_far == ends  # no end at an earlier step of the window
+    ends = torch.nn.functional.pad(ended.t(), (0, n_steps - 1)).unfold(1, n_steps, 1)  # [N, L, n]
+    valid = _valid_steps(ends)
     first = torch.arange(length, device=ended.device)
     last = first + valid.sum(-1) - 1
-    complete = (ends_so_far[..., -1] > 0) | (first <= length - n_steps)
+    complete = ends.any(-1) | (first <= length - n_steps)
     env, start = (complete & (last >= held)).nonzero(as_tuple=True)
     last, valid = last[env, start], valid[env, start]
     if length - held > 1:
         order = last.argsort(stable=True)
         start, last, env, valid = start[order], last[order], env[order], valid[order]
-    return start, last, env, valid
+    return _Windows(start, last, env, valid)
 
 
-def _layout(shape: torch.Size, num_envs: int | None) -> Callable[[Tensor], Tensor]:
-    """How to view a leaf of frames with this batch shape as `[T, N, *]`."""
-    if num_envs is None:
-        if len(shape) < 2:
-            return lambda value: value.reshape(-1, 1, *value.shape[len(shape) :])
-        raise ValueError(
-            f"Frames have batch shape {list(shape)}, but NStepTransform(num_envs=None) takes one stream, [] "
-            f"(one frame) or [T]; for N envs, with frames of shape [N] or [N, T], set num_envs={shape[0]}."
-        )
-    if len(shape) in (1, 2) and shape[0] == num_envs:
-        return lambda value: value.unsqueeze(0) if len(shape) == 1 else value.transpose(0, 1)
-    raise ValueError(
-        f"Frames have batch shape {list(shape)}, but NStepTransform(num_envs={num_envs}) takes [{num_envs}] (one step "
-        f"of each env) or [{num_envs}, T]; reshape the frames, or set num_envs (None for one stream of shape [T])."
-    )
-
-
-def _end_flags(following: dict[Key, Tensor]) -> tuple[Tensor, Tensor]:
-    """Whether the step terminated, `[T, N, 1]`, and whether the episode ended there for any reason, `[T, N]`."""
-    flags = {}
-    for name in ("terminated", "truncated", "done"):
-        value = following.get((name,))
-        if value is None:
-            continue
-        if value.ndim != 3 or value.shape[-1] != 1:
-            raise ValueError(
-                f"Entry ('next', {name!r}) has the per-frame shape {list(value.shape[2:])}, expected [1]; unsqueeze it "
-                "to [*B, 1]."
-            )
-        flags[name] = value.bool()
-    if "terminated" not in flags or len(flags) == 1:
-        raise KeyError(
-            "NStepTransform needs ('next', 'terminated') and at least one of ('next', 'truncated'), ('next', 'done'); "
-            f"'next' holds {_names(following)}. Write the end flags of the env into the frames."
-        )
-    ended = functools.reduce(torch.logical_or, flags.values())
-    return flags["terminated"], ended.squeeze(-1)
-
-
-def _signal(following: dict[Key, Tensor], signal: Key) -> Tensor:
+def _signal(following: Entries, signal: Key) -> Tensor:
     value = following.get(signal)
     if value is None:
         raise KeyError(
-            f"Signal {_public(signal)!r} is missing: 'next' holds {_names(following)}. Let the env write "
+            f"Signal {public(signal)!r} is missing: 'next' holds {names(following)}. Let the env write "
             f"{('next', *signal)!r}, or name the signals to keep: NStepTransform(n, signals=(...))."
         )
     if value.ndim < 3:
         raise ValueError(
-            f"Signal {_public(signal)!r} has the batch shape of the frames and no feature dimension; unsqueeze "
+            f"Signal {public(signal)!r} has the batch shape of the frames and no feature dimension; unsqueeze "
             f"{('next', *signal)!r} to [*B, 1]."
         )
-    return value
-
-
-def _inverts(part: torch.nn.Module) -> bool:
-    """Whether a transform does anything to what is written into a buffer."""
-    if not isinstance(part, Transform) or isinstance(part, Compose):
-        return False
-    return bool(part.in_keys_inv) or type(part)._inv_call is not Transform._inv_call
-
-
-def _only(rows: TensorDict) -> TensorDictBase:
-    """The one row that a buffer's ``add`` can take while it is still TorchRL's own."""
-    if len(rows) > 1:
-        raise ValueError(
-            f"{len(rows)} rows became ready at once, and rb.add stores one; use rb.extend(frame.unsqueeze(0))."
-        )
-    return rows[0]
-
-
-def _put(rows: dict[str, Any], path: Key, value: Tensor) -> None:
-    for name in path[:-1]:
-        rows = rows.setdefault(name, {})
-    rows[path[-1]] = value
-
-
-def _public(path: Key) -> NestedKey:
-    return path[0] if len(path) == 1 else path
-
-
-def _names(entries: Iterable[Key]) -> list[str]:
-    return sorted(str(_public(path)) for path in entries)
-
-
-def _positive(name: str, value: Any, *, remedy: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}; {remedy}.")
     return value
 
 
@@ -365,7 +285,7 @@ def _check_signals(signals: Sequence[NestedKey]) -> tuple[Key, ...]:
         if not path or not all(isinstance(name, str) for name in path):
             raise ValueError(f"signals must hold keys of 'next' (strings, or tuples of strings), got {path!r}.")
         if path in (TERMINATED, VALID):
-            raise ValueError(f"signals holds {_public(path)!r}, which NStepTransform writes itself; leave it out.")
+            raise ValueError(f"signals holds {public(path)!r}, which NStepTransform writes itself; leave it out.")
     if len(set(paths)) != len(paths):
-        raise ValueError(f"signals names an entry twice: {list(map(_public, paths))}; name each once.")
+        raise ValueError(f"signals names an entry twice: {list(map(public, paths))}; name each once.")
     return paths

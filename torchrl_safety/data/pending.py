@@ -9,8 +9,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
+from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
-from torchrl.envs.transforms import Transform
+from torchrl.envs.transforms import Compose, Transform
 
 
 class PendingTransform(Transform, abc.ABC):
@@ -38,6 +40,46 @@ class PendingTransform(Transform, abc.ABC):
         self.attach(calling_buffer())
         return super().train(mode)
 
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the sample unchanged: the work was done when it was written."""
+        return tensordict
+
+    def writing_buffer(self) -> ReplayBuffer | None:
+        """The buffer that is being written, attached and checked; None outside a buffer."""
+        buffer = calling_buffer()
+        self.attach(buffer)
+        if buffer is None:
+            return None
+        if buffer.dim_extend:
+            raise ValueError(
+                f"{type(self).__name__} emits rows of batch shape [M], but the storage has {buffer.dim_extend + 1} "
+                "batch dimensions; use a storage with ndim=1."
+            )
+        pending = _pending_transforms(buffer)
+        owned = {part for transform in pending for part in transform.modules() if part is not transform}
+        names = [type(transform).__name__ for transform in pending if transform not in owned]
+        if len(names) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} stand in one buffer, and each would hold back what the other emits; keep one, "
+                "and for hindsight with n-step windows pass the latter to the former: HindsightTransform(..., "
+                "n_step=NStepTransform(...))."
+            )
+        return buffer
+
+    def check_order(self) -> None:
+        """Refuses to hand "no rows" to a transform that would try to invert them."""
+        container = self.__dict__["_container"]
+        chain = container() if container is not None else None
+        name = type(self).__name__
+        for transform in chain if isinstance(chain, Compose) else ():
+            if transform is self:
+                return
+            if any(_inverts(part) for part in transform.modules()):
+                raise ValueError(
+                    f"{type(transform).__name__} stands before {name}, so its inverse would run on rows that "
+                    f"are not there yet; put {name} first: rb.insert_transform(0, {name}(...))."
+                )
+
     @staticmethod
     def attach(buffer: ReplayBuffer | None) -> None:
         """Let this one buffer's `empty` drop pending frames, and its `add` store any number of rows.
@@ -49,6 +91,15 @@ class PendingTransform(Transform, abc.ABC):
             return
         vars(buffer)["empty"] = functools.partial(_empty, buffer, buffer.empty)
         vars(buffer)["add"] = functools.partial(_add, buffer, buffer.add)
+
+
+def only(rows: TensorDictBase) -> TensorDictBase:
+    """The one row that a buffer's ``add`` can take while it is still TorchRL's own."""
+    if len(rows) > 1:
+        raise ValueError(
+            f"{len(rows)} rows became ready at once, and rb.add stores one; use rb.extend(frame.unsqueeze(0))."
+        )
+    return rows[0]
 
 
 def calling_buffer() -> ReplayBuffer | None:
@@ -82,6 +133,13 @@ def _add(buffer: ReplayBuffer, add: Callable[[Any], Any], data: Any) -> Any:
             "several steps with rb.extend."
         )
     return buffer.extend(data if step else data.unsqueeze(0))
+
+
+def _inverts(part: torch.nn.Module) -> bool:
+    """Whether a transform does anything to what is written into a buffer."""
+    if not isinstance(part, Transform) or isinstance(part, Compose):
+        return False
+    return bool(part.in_keys_inv) or type(part)._inv_call is not Transform._inv_call
 
 
 def _pending_transforms(buffer: ReplayBuffer) -> list[PendingTransform]:

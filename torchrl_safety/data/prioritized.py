@@ -1,4 +1,4 @@
-"""Proportional prioritized sampling for TorchRL's replay buffers."""
+"""Prioritized sampling for TorchRL's replay buffers."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPr
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_safety.data.priority_tree import PriorityTree
+from torchrl_safety.data.item_records import ItemRecords
+from torchrl_safety.data.priority_rows import checked_priorities, flat_slots, run_of, tensor_on
+from torchrl_safety.data.priority_tree import PriorityTree, last_row_of_each_slot
+from torchrl_safety.data.ranks import RankTable
 
 _STAMP = "priority_stamp"
 _STATE_FILE = "sampler.pt"
 
 
 class PrioritizedSampler(Sampler):
-    r"""Draws items in proportion to a power of their priority, in place of TorchRL's sampler of the same name.
+    r"""Draws items by their priority, in place of TorchRL's sampler of the same name.
 
-    .. math:: P(j) = \frac{(p_j + \epsilon)^\alpha}{\sum_i (p_i + \epsilon)^\alpha}, \quad
-        w_j = (N P(j))^{-\beta_k}, \quad \beta_k = \min(1, \beta + k (1 - \beta) / N_S)
+    .. math:: P(j) = \frac{\ell_j}{\sum_i \ell_i}, \quad \ell_j = (p_j + \epsilon)^\alpha
+        \text{ or } \mathrm{rank}(p_j)^{-\alpha}, \quad w_j = (N P(j))^{-\beta_k}, \quad
+        \beta_k = \min(1, \beta + k (1 - \beta) / N_S)
 
-    Schaul et al. 2015, "Prioritized Experience Replay", equations 1 and 2. N is the number of items in the buffer and
-    k the number of `sample()` calls so far. A new item gets the largest priority seen, 1 before the first update.
-    NaN, infinite and negative priorities are refused and change nothing (on CUDA, where looking would mean waiting,
-    a device-side assertion stops the program). `"priority_stamp"` in a batch tells when it was drawn: updates from
-    it that aim at a slot written since are dropped. `update_tensordict_priority` knows the stamp as long as the batch
-    holds the very `"index"` tensor drawn from a one-dimensional storage. After `clone()`, a move to another device or
-    slicing, call `sampler.update_priority(index, priority, generation=batch["priority_stamp"])`. Without a stamp an
-    update always applies.
+    Schaul et al. 2015, "Prioritized Experience Replay", section 3.3 and equations 1 and 2. N is the number of items in
+    the buffer, k the number of `sample()` calls so far. A new item gets the largest priority seen, 1 before the first
+    update. NaN, infinite and negative priorities are refused and change nothing (on CUDA a device-side assertion stops
+    the program). Updates from a batch that aim at a slot written since it was drawn are dropped, as long as the batch
+    holds the very `"index"` tensor drawn from a one-dimensional storage; else (`clone()`, another device, slicing) call
+    `sampler.update_priority(index, priority, generation=batch["priority_stamp"])`.
 
     Args:
         max_capacity: number of items the storage can hold, over all its dimensions.
-        alpha: exponent of the priorities, >= 0; 0 draws uniformly.
+        alpha: exponent of the priorities, >= 0; 0 draws uniformly. It can be set at any time.
         beta: exponent of the importance weights at the first draw, in [0, 1].
         eps: added to every priority, >= 0.
         beta_annealing_steps: N_S, `sample()` calls until beta is 1; beta stays where it is when `None`.
         weight_normalization: divide the weights by the largest of the `"batch"` or the `"buffer"`, or not (`None`).
         stratified: make one draw in each of B equal parts of the total.
-        max_priority: what a new item gets: the largest priority `"ever"` seen, or that of the items in the `"buffer"`
-            whose priority was updated, so that an evicted outlier is forgotten.
+        max_priority: a new item gets the largest priority `"ever"` seen, or the largest updated one in the `"buffer"`.
+        variant: leaves from the priorities (`"proportional"`) or their `"rank"`, see :class:`~.ranks.RankTable`.
+        sort_interval: for `"rank"`, draws after which the ranks are taken anew; 1 keeps them exact.
         generator: source of random numbers; if `None`, one seeded from torch's global generator.
         device: where the tree lives; that of the storage when `None`.
 
@@ -51,17 +54,13 @@ class PrioritizedSampler(Sampler):
         ValueError: if a setting lies outside its range.
 
     Examples:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
         >>> sampler = PrioritizedSampler(100, alpha=0.6, beta=0.4)
         >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
         >>> index = rb.extend(TensorDict({"observation": torch.randn(10, 3)}, [10]))
         >>> batch = rb.sample()
-        >>> batch["td_error"] = torch.rand(4)
-        >>> rb.update_tensordict_priority(batch)
-        >>> batch["priority_weight"].shape
-        torch.Size([4])
+        >>> rb.update_tensordict_priority(batch.set("td_error", torch.rand(4)))
     """
 
     #: How `TensorDictReplayBuffer` reduces a priority with more than one entry an item.
@@ -78,6 +77,8 @@ class PrioritizedSampler(Sampler):
         weight_normalization: Literal["batch", "buffer"] | None = "batch",
         stratified: bool = False,
         max_priority: Literal["ever", "buffer"] = "ever",
+        variant: Literal["proportional", "rank"] = "proportional",
+        sort_interval: int = 10_000,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -88,6 +89,7 @@ class PrioritizedSampler(Sampler):
             raise ValueError(f"beta_annealing_steps must be at least 1 or None, got {beta_annealing_steps}.")
         _check_choice("weight_normalization", weight_normalization, ("batch", "buffer", None))
         _check_choice("max_priority", max_priority, ("ever", "buffer"))
+        _check_choice("variant", variant, ("proportional", "rank"))
         if not isinstance(generator, torch.Generator | None):
             raise ValueError(
                 f"generator must be a torch.Generator or None, got {generator!r}: seed one with manual_seed."
@@ -99,14 +101,13 @@ class PrioritizedSampler(Sampler):
         self._num_samples = 0
         self._follows_storage = device is None
         self._tree = PriorityTree(max_capacity, device="cpu" if device is None else device)
-        # Priorities that came with an update, 0 for the rest; only its largest leaf is asked for.
-        self._updated = PriorityTree(max_capacity, device=self.device) if max_priority == "buffer" else None
-        self._highest = torch.full((), -1.0, dtype=torch.float64, device=self.device)
+        self._records = ItemRecords(max_capacity, forgets_evicted=max_priority == "buffer", device=self.device)
+        table = RankTable(sort_interval=sort_interval)
+        self._ranks = table if variant == "rank" else None
         # What the buffer held when it was last seen; before that, it may hold anything.
         self._num_items = max_capacity
-        # Time counts the writes. The last entry is for rows that are passed over.
-        self._time = 0
-        self._written_at = torch.zeros(max_capacity + 1, dtype=torch.long, device=self.device)
+        # The index of the last draw and the version of its values, with which it need not be checked again.
+        self._drawn: tuple[Tensor, int] | None = None
         # A buffer overwrites `_rng` with its own generator or None, so the sampler's own has another name.
         self._owns_generator = generator is None
         self._generator = _new_generator(None, self.device) if generator is None else generator
@@ -117,11 +118,13 @@ class PrioritizedSampler(Sampler):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             raise RuntimeError(
-                f"{type(self).__name__} cannot be shared between processes, its copies would differ: sample and update "
-                "in the process that owns the buffer."
+                f"{type(self).__name__} cannot be shared between processes, its copies would differ: give it to "
+                "torchrl.data.PrioritizedReplayBuffer(sampler=..., sync=False), to which other processes write while "
+                "the one that built it samples and updates."
             )
         state = super().__getstate__()
         del state["_generator"]
+        state["_drawn"] = None
         state["generator_state"] = (str(self._generator.device), self._generator.get_state())
         return state
 
@@ -144,8 +147,18 @@ class PrioritizedSampler(Sampler):
 
     @property
     def alpha(self) -> float:
-        """Exponent of the priorities."""
+        """Exponent of the priorities. Setting it gives all items the leaves they would have had with it from the start.
+
+        That takes time in proportion to the capacity: set it now and then, not at every draw.
+        """
         return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        _check_range("alpha", value, 0.0, torch.inf)
+        if value != self._alpha:
+            self._alpha = float(value)
+            self._refill()
 
     @property
     def beta(self) -> float:
@@ -167,9 +180,13 @@ class PrioritizedSampler(Sampler):
     @property
     def default_priority(self) -> float:
         """Priority p_max of a new item."""
-        return self._new_priority().item()
+        return self._records.default_priority().item()
 
-    @torch.no_grad()
+    def priority_of(self, index: int | Tensor, *, storage: Storage | None = None) -> Tensor:
+        """Priorities of items, float64 `[B]`, -1 where a slot is empty; `index` as in :meth:`update_priority`."""
+        slot, _ = self._slots(index, storage, is_drawn=True)
+        return self._records.priorities(slot)
+
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], dict[str, Tensor]]:
         """Draw `batch_size` items with replacement.
 
@@ -187,16 +204,18 @@ class PrioritizedSampler(Sampler):
         self._num_items = num_items = len(storage)
         if num_items == 0:
             raise RuntimeError("the replay buffer is empty, so nothing can be sampled: add items before sampling.")
+        if self._ranks is not None and self._ranks.is_due():
+            self._refill()
         index, leaf = self._tree.find(self._uniform(batch_size))
         weight = self._weights(leaf, num_items)
         self._num_samples += 1
-        info = {"priority_weight": weight, _STAMP: torch.full_like(index, self._time)}
+        info = {"priority_weight": weight, _STAMP: torch.full_like(index, self._records.time)}
         if storage.ndim > 1:
             return torch.unravel_index(index, storage.shape), info
-        index.priority_stamp = self._time  # type: ignore[attr-defined]
+        index.priority_stamp = self._records.time  # type: ignore[attr-defined]
+        self._drawn = None if index.is_inference() else (index, index._version)
         return index, info
 
-    @torch.no_grad()
     def update_priority(
         self,
         index: int | Tensor,
@@ -222,82 +241,89 @@ class PrioritizedSampler(Sampler):
         self._follow(storage)
         if generation is None:
             generation = getattr(index, _STAMP, None)
-        slot, applies = self._slots(index, storage, is_drawn=generation is not None)
-        priority = self._priorities(priority, slot)
+        is_current = isinstance(generation, int) and generation >= self._records.time
+        if is_current and isinstance(index, Tensor) and self._is_last_draw(index):
+            slot, applies = index, None
+        else:
+            slot, applies = self._slots(index, storage, is_drawn=generation is not None)
+        priority = checked_priorities(priority, slot)
         if not slot.numel():
             return
-        if generation is not None and not (isinstance(generation, int) and generation >= self._time):
-            stamp = _tensor(generation, torch.long, self.device).reshape(-1)
-            is_fresh = self._written_at.index_select(0, slot) <= stamp
+        if generation is not None and not is_current:
+            is_fresh = self._records.is_fresh(slot, tensor_on(generation, torch.long, self.device).reshape(-1))
             applies = is_fresh if applies is None else applies & is_fresh
-        leaf = (priority + self._eps).pow_(self._alpha)
-        counts = applies
-        if slot.numel() == 1:
-            # `TensorDictReplayBuffer.add` hands a new item's default priority back as if it were an error.
-            known = self._tree.get(slot.clamp_max(self.max_size - 1))
-            is_news = (leaf - known).abs() > 1e-6 * known
-            counts = is_news if applies is None else applies & is_news
-        self._tree.set(slot, leaf, where=applies)
-        if self._updated is None:
-            seen = priority if counts is None else torch.where(counts, priority, -1.0)
-            self._highest = torch.maximum(self._highest, seen.amax())
-        else:
-            self._updated.set(slot, priority, where=counts)
+        if applies is not None:
+            slot = torch.where(applies, slot, self.max_size)
+        if self.device.type != "cpu":
+            priority = priority.index_select(0, last_row_of_each_slot(slot))
+        self._records.update(slot, priority, applies)
+        leaf = self._leaf(priority)
+        self._tree.write(slot, leaf if applies is None else torch.where(applies, leaf, 0.0))
+        if self._ranks is not None:
+            self._ranks.changed(slot.numel())
 
-    @torch.no_grad()
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Take note that items were written: each gets `default_priority`, and updates drawn before are stale."""
         self._follow(storage)
         self._num_items = self.max_size if storage is None else len(storage)
-        slot, applies = self._slots(index, storage)
-        self._time += 1
-        self._written_at.scatter_(0, slot, self._time)
-        if self._updated is not None:
-            self._updated.set(slot, 0.0, where=applies)
-        self._tree.set(slot, (self._new_priority() + self._eps).pow_(self._alpha), where=applies)
+        run = run_of(index) if self.device.type == "cpu" else None
+        if run is not None and run.start >= 0 and run.stop <= min(self._num_items, self.max_size):
+            self._tree.write_run(run, self._leaf(self._records.write(run)))
+        else:
+            slot, applies = self._slots(index, storage)
+            leaf = self._leaf(self._records.write(slot).reshape(1)).expand(slot.shape)
+            self._tree.write(slot, leaf if applies is None else torch.where(applies, leaf, 0.0))
+        if self._ranks is not None:
+            self._ranks.changed(1 if isinstance(index, int) else index.numel())
+
+    def resized(self, slot: Tensor, max_capacity: int) -> PrioritizedSampler:
+        """A sampler of another capacity in which the items of these slots `[M]` come first, with their priorities.
+
+        It goes on with the random numbers and the annealing of this one, which is of no use any more.
+        """
+        sampler = copy(self)
+        sampler._tree = PriorityTree(max_capacity, device=self.device)
+        sampler._records = self._records.moved(slot.to(self.device), max_capacity)
+        if self._ranks is not None:
+            sampler._ranks = RankTable(sort_interval=self._ranks.sort_interval)
+        sampler._num_items, sampler._drawn = len(slot), None
+        sampler._refill()
+        return sampler
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values with which another sampler continues the very same draws."""
         generator = self._rng if self._rng is not None else self._generator
         return {
+            **self._fixed_settings(),
             "alpha": self._alpha,
-            "eps": self._eps,
             "beta": self._beta,
             "num_samples": self._num_samples,
-            "time": self._time,
-            "written_at": self._written_at.clone(),
-            "highest": self._highest.clone(),
+            "records": self._records.state_dict(),
             "tree": self._tree.state_dict(),
-            "updated": None if self._updated is None else self._updated.state_dict(),
+            "ranks": None if self._ranks is None else self._ranks.state_dict(),
             "generator": generator.get_state(),
-            "generator_device": generator.device.type,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; the number of annealing steps and the other settings remain those of this sampler.
+        """Take over a state with its alpha and beta; the other settings remain those of this sampler.
 
         Raises:
-            ValueError: if the state has another capacity, alpha, eps, `max_priority` or kind of generator.
+            ValueError: if the state has another capacity, eps, `max_priority`, `variant` or kind of generator.
         """
-        generator = self._rng if self._rng is not None else self._generator
-        mine = {"alpha": self._alpha, "eps": self._eps, "generator_device": generator.device.type}
-        for name, value in mine.items():
+        for name, value in self._fixed_settings().items():
             if state_dict[name] != value:
                 raise ValueError(
                     f"the state was saved with {name}={state_dict[name]}, this sampler has {name}={value}: build it as "
                     "the saved one was."
                 )
-        if (state_dict["updated"] is None) != (self._updated is None):
-            raise ValueError("the state was saved with another max_priority: build the sampler as the saved one was.")
         self._tree.load_state_dict(state_dict["tree"])
-        if self._updated is not None:
-            self._updated.load_state_dict(state_dict["updated"])
-        self._beta = state_dict["beta"]
+        self._records.load_state_dict(state_dict["records"])
+        if self._ranks is not None:
+            self._ranks.load_state_dict(state_dict["ranks"])
+        self._alpha, self._beta = state_dict["alpha"], state_dict["beta"]
         self._num_samples = state_dict["num_samples"]
-        self._num_items = self.max_size
-        self._time = state_dict["time"]
-        self._written_at.copy_(state_dict["written_at"])
-        self._highest.copy_(state_dict["highest"])
+        self._num_items, self._drawn = self.max_size, None
+        generator = self._rng if self._rng is not None else self._generator
         generator.set_state(state_dict["generator"].cpu())
 
     def dumps(self, path: str | Path) -> None:
@@ -310,21 +336,36 @@ class PrioritizedSampler(Sampler):
         """Load the state that `dumps` saved into the folder `path`."""
         self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True, map_location="cpu"))
 
+    def _fixed_settings(self) -> dict[str, Any]:
+        generator = self._rng if self._rng is not None else self._generator
+        return {
+            "eps": self._eps,
+            "max_priority": "buffer" if self._records.forgets_evicted else "ever",
+            "variant": "proportional" if self._ranks is None else "rank",
+            "generator_device": generator.device.type,
+        }
+
     def _empty(self) -> None:
         self._tree.clear()
-        if self._updated is not None:
-            self._updated.clear()
-        self._highest.fill_(-1.0)
-        # What was drawn before is stale in every slot.
+        self._records.clear()
+        if self._ranks is not None:
+            self._ranks.clear()
         self._num_items = 0
-        self._time += 1
-        self._written_at.fill_(self._time)
 
-    def _new_priority(self) -> Tensor:
-        if self._updated is None:
-            return torch.where(self._highest < 0, 1.0, self._highest)
-        highest = self._updated.max
-        return torch.where(highest > 0, highest, 1.0)
+    def _leaf(self, priority: Tensor) -> Tensor:
+        if self._ranks is not None:
+            return self._ranks.leaf(priority, alpha=self._alpha)
+        return (priority + self._eps).pow_(self._alpha)
+
+    def _refill(self) -> None:
+        """Give every item its leaf anew."""
+        priority = self._records.priorities()
+        if self._ranks is None:
+            leaf = self._leaf(priority)
+        else:
+            items, rest = priority.tensor_split([min(self._num_items, self.max_size)])
+            leaf = torch.cat([self._ranks.sort(items, alpha=self._alpha), rest])
+        self._tree.fill(torch.where(priority < 0, 0.0, leaf))
 
     def _uniform(self, batch_size: int) -> Tensor:
         generator = self._rng if self._rng is not None else self._generator
@@ -343,56 +384,16 @@ class PrioritizedSampler(Sampler):
             ratio = leaf * (num_items / self._tree.total)
         return ratio.pow_(-self.beta).to(torch.get_default_dtype())
 
+    def _is_last_draw(self, index: Tensor) -> bool:
+        return self._drawn is not None and index is self._drawn[0] and index._version == self._drawn[1]
+
     def _slots(
         self, index: int | Tensor, storage: Storage | None, is_drawn: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Flat slots `[B]`, and which of them are items (`None`: all are). The rest are moved behind the last slot.
-
-        A slot that was drawn and is empty now belongs to a buffer that was emptied since: no mistake.
-        """
-        if isinstance(index, Tensor) and (index.is_floating_point() or index.dtype == torch.bool):
-            raise ValueError(f"index has dtype {index.dtype}: pass integers, such as mask.nonzero() of a bool mask.")
-        slot = _tensor(index, torch.long, self.device)
-        if storage is not None and storage.ndim > 1 and slot.ndim > 1:
-            stride = torch.ones(storage.ndim, dtype=torch.long, device=self.device)
-            for dim, size in reversed(list(enumerate(storage.shape))[1:]):
-                stride[:dim] *= size
-            slot = (slot * stride).sum(-1)
-        slot = slot.reshape(-1)
-        if not slot.numel():
-            return slot, None
         num_items = min(self._num_items if storage is None else len(storage), self.max_size)
-        if slot.device.type == "cpu":
-            lowest, highest = slot.aminmax()
-            if highest.item() >= num_items and not is_drawn:
-                raise IndexError(
-                    f"index {highest.item()} names an empty slot, the buffer holds {num_items} items and the sampler "
-                    f"has max_capacity={self.max_size}: pass indices of items that were written."
-                )
-            if lowest.item() >= 0 and highest.item() < num_items:
-                return slot, None
-        is_item = (slot >= 0) & (slot < num_items)
-        return torch.where(is_item, slot, self.max_size), is_item
-
-    def _priorities(self, priority: float | Tensor, slot: Tensor) -> Tensor:
-        priority = _tensor(priority, torch.float64, self.device)
-        if priority.numel() not in (1, slot.numel()):
-            raise ValueError(
-                f"priority has shape {list(priority.shape)} for {slot.numel()} indices: pass one priority for each "
-                "index, or one for all; for indices of several dimensions also pass the storage."
-            )
-        priority = priority.detach().reshape(-1).expand(slot.shape)
-        if priority.device.type == "cuda":
-            torch._assert_async(((priority >= 0) & (priority < torch.inf)).all())
-        elif priority.numel():
-            lowest, highest = (bound.item() for bound in priority.aminmax())
-            if not (lowest >= 0 and highest < torch.inf):
-                bad = lowest if not lowest >= 0 else highest
-                raise ValueError(
-                    f"priority is {bad}: pass finite errors that are not negative, such as the unweighted |TD error|; "
-                    "nothing was changed."
-                )
-        return priority
+        return flat_slots(
+            index, storage, capacity=self.max_size, num_items=num_items, device=self.device, is_drawn=is_drawn
+        )
 
     def _follow(self, storage: Storage | None) -> None:
         device = getattr(storage, "device", None)
@@ -403,25 +404,11 @@ class PrioritizedSampler(Sampler):
             self._move_to(device)
 
     def _move_to(self, device: torch.device) -> None:
-        self._tree = _tree_on(self._tree, device)
-        self._updated = None if self._updated is None else _tree_on(self._updated, device)
-        self._highest = self._highest.to(device)
-        self._written_at = self._written_at.to(device)
+        tree = PriorityTree(self._tree.capacity, device=device)
+        tree.load_state_dict(self._tree.state_dict())
+        self._tree, self._records, self._drawn = tree, self._records.to(device), None
         if self._owns_generator:
             self._generator = _new_generator(self._generator, device)
-
-
-def _tensor(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if isinstance(value, int | float):
-        # A number sent to an accelerator by `as_tensor` would be waited for.
-        return torch.full((), value, dtype=dtype, device=device)
-    return torch.as_tensor(value, dtype=dtype, device=device)
-
-
-def _tree_on(tree: PriorityTree, device: torch.device) -> PriorityTree:
-    moved = PriorityTree(tree.capacity, device=device)
-    moved.load_state_dict(tree.state_dict())
-    return moved
 
 
 def _new_generator(source: torch.Generator | None, device: torch.device) -> torch.Generator:

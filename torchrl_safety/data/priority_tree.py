@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrl_safety.data.priority_kernels import compiled_search
+
 # 64 children a node and one flat array of at most 16384 nodes on top were the fastest of the shapes measured
 # (`benchmarks/bench_replay.py`): up to a million leaves there is a single level of gathers.
 _SHIFT = 6
 _RADIX = 1 << _SHIFT
 _MAX_TOP = 1 << 14
+# From so many rows on it pays to look for neighbours, such as those of an `extend`, and to visit each group once.
+_MANY_ROWS = 512
+_NO_LEAF = "all leaves are 0, so nothing can be drawn: set a positive leaf first."
 
 
 class PriorityTree:
@@ -21,7 +26,8 @@ class PriorityTree:
     The sum tree of Schaul et al. 2015, "Prioritized Experience Replay", appendix B.2.1, with 64 children a node.
     A write recomputes the sums above it from their children, so that rounding errors do not add up. A leaf of 0 is an
     empty slot: it is never drawn and does not count for :attr:`min`. Nothing here waits for an accelerator; there, a
-    wrong index or an empty tree stops the program by a device-side assertion instead of an exception.
+    wrong index or an empty tree stops the program by a device-side assertion instead of an exception. On a CPU with
+    numba installed the search is one compiled loop, which finds the very same slots.
 
     Args:
         capacity: number of slots, at least 1.
@@ -58,12 +64,7 @@ class PriorityTree:
         self._cumulative = torch.zeros(nodes + 1, dtype=torch.float64, device=self.device)
         self._cumulative_is_old = False
         self._zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._last_writer = torch.zeros(self._rows[0].numel(), dtype=torch.long, device=self.device)
-        # Smallest and largest leaf of each lowest node, brought up to date when asked for. `None`: all are old.
-        self._group_min = torch.full((self._rows[0].shape[0],), torch.inf, dtype=torch.float64, device=self.device)
-        self._group_max = torch.zeros_like(self._group_min)
-        self._old_groups: list[Tensor] | None = []
-        self._num_old = 0
+        self._smallest = GroupExtreme(self._rows[0], largest=False)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(capacity={self.capacity}, device={self.device})"
@@ -76,14 +77,12 @@ class PriorityTree:
     @property
     def min(self) -> Tensor:
         """Smallest leaf above 0, `[]` float64; `inf` when there is none."""
-        self._update_extremes()
-        return self._group_min.amin()
+        return self._smallest.read(self._rows[0])
 
     @property
     def max(self) -> Tensor:
-        """Largest leaf, `[]` float64; 0 when there is none above 0."""
-        self._update_extremes()
-        return self._group_max.amax()
+        """Largest leaf, `[]` float64; 0 when there is none above 0. All leaves are read."""
+        return self._rows[0].amax()
 
     def set(self, index: Tensor, leaf: Tensor | float, *, where: Tensor | None = None) -> None:
         """Write `leaf` into the slots `index`; of rows with the same slot the last one wins.
@@ -108,17 +107,43 @@ class PriorityTree:
             index = torch.where(where, index, self.capacity)
             leaf = torch.where(where, leaf, 0.0)
         self._check_index(index, self.capacity + (where is not None))
-        leaves = self._rows[0].view(-1)
-        leaves.scatter_(0, index, _last_of_each_slot(index, leaf, self._last_writer))
-        node = index
-        for rows, above in zip(self._rows, [*self._rows[1:], self._top]):
-            node, above = node >> _SHIFT, above.view(-1)
+        if index.device.type != "cpu":
+            leaf = leaf.index_select(0, last_row_of_each_slot(index))
+        self.write(index, leaf)
+
+    def write(self, index: Tensor, leaf: Tensor) -> None:
+        """:meth:`set` for rows known to be right: int64 and float64 `[B]` on the tree's device, with slots in range.
+
+        Rows with the same slot hold the same leaf, save on a CPU, where rows are written in their order. A leaf for
+        no slot is a 0 for the slot `capacity`.
+        """
+        self._rows[0].view(-1).scatter_(0, index, leaf)
+        node = group_of(index)
+        self._smallest.forget(node)
+        for level, (rows, above) in enumerate(self._levels()):
+            if level:
+                node = group_of(node)
             if node.numel() < rows.shape[0]:
                 above.scatter_(0, node, rows.index_select(0, node).sum(1))
             else:
                 torch.sum(rows, 1, out=above.narrow(0, 0, rows.shape[0]))
         self._cumulative_is_old = True
-        self._remember_groups(index >> _SHIFT)
+
+    def write_run(self, run: slice, leaf: Tensor) -> None:
+        """:meth:`write` of one leaf, `[]` float64, into the neighbouring slots `run`."""
+        self._rows[0].view(-1)[run].fill_(leaf)
+        self._smallest.forget(group_of(run))
+        for rows, above in self._levels():
+            run = slice(run.start >> _SHIFT, ((run.stop - 1) >> _SHIFT) + 1)
+            torch.sum(rows[run], 1, out=above[run])
+        self._cumulative_is_old = True
+
+    def fill(self, leaf: Tensor) -> None:
+        """Write all slots at once: `leaf` float64 `[capacity]`, finite and not negative."""
+        self._rows[0].view(-1).narrow(0, 0, self.capacity).zero_().add_(leaf)
+        for rows, above in self._levels():
+            torch.sum(rows, 1, out=above.narrow(0, 0, rows.shape[0]))
+        self._forget_all()
 
     def get(self, index: Tensor) -> Tensor:
         """Leaves of the slots `index` `[B]`, as float64 `[B]`.
@@ -161,35 +186,47 @@ class PriorityTree:
             RuntimeError: if all leaves are 0 (on a CPU).
         """
         sums = self._running_sums()
+        search = compiled_search() if self.device.type == "cpu" and u.device.type == "cpu" else None
+        if search is None:
+            return self._find_by_tensors(u.to(dtype=torch.float64, device=self.device, non_blocking=True), sums)
+        u = u.double()
+        slot, leaf = torch.empty_like(u, dtype=torch.long), torch.empty_like(u)
+        levels = tuple([rows.numpy() for rows in self._rows])
+        if not search(u.numpy(), sums.numpy(), levels, slot.numpy(), leaf.numpy()):
+            raise RuntimeError(_NO_LEAF)
+        return slot, leaf
+
+    def _find_by_tensors(self, u: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         total = sums.narrow(0, self._top.numel(), 1)
-        self._check_total(total)
+        if total.device.type == "cuda":
+            torch._assert_async(total > 0)
+        elif not total.item() > 0:
+            raise RuntimeError(_NO_LEAF)
         # In each row the rest of the mass is kept below the row's own running total, which rounding can put under the
         # sum of which it is a part. So the running sum rises at the child found: it is not empty.
-        mass = u.to(dtype=torch.float64, device=self.device, non_blocking=True) * total
-        mass = torch.minimum(mass, torch.nextafter(total, self._zero))
+        mass = torch.minimum(u * total, torch.nextafter(total, self._zero))
         node = torch.searchsorted(sums, mass, right=True).sub_(1)
         if self.device.type != "cpu":
             node = torch.where(self._top.index_select(0, node) > 0, node, self._top.argmax())
-        mass = (mass - sums.index_select(0, node)).clamp_min_(0).unsqueeze(1)
+        mass = (mass - sums.index_select(0, node)).clamp_min_(0)
         for rows in reversed(self._rows):
             row = rows.index_select(0, node)
             running = row.cumsum(1)
-            mass = torch.minimum(mass, torch.nextafter(running.narrow(1, _RADIX - 1, 1), self._zero))
-            child = torch.searchsorted(running, mass, right=True)
+            end = torch.nextafter(running.narrow(1, _RADIX - 1, 1), self._zero)
+            child = torch.searchsorted(running, torch.minimum(mass.unsqueeze(1), end), right=True)
             if self.device.type != "cpu":
                 child = _never_empty(row, child)
-            value = row.gather(1, child)
-            node = (node << _SHIFT).add_(child.squeeze(1))
+            node = torch.add(child.squeeze(1), node, alpha=_RADIX)
             if rows is not self._rows[0]:
-                mass = (mass - (running.gather(1, child) - value)).clamp_min_(0)
-        return node, value.squeeze(1)
+                start = (running.gather(1, child) - row.gather(1, child)).squeeze(1)
+                mass = (mass - start).clamp_min_(0)
+        return node, self._rows[0].view(-1).index_select(0, node)
 
     def clear(self) -> None:
         """Make every slot empty."""
         for tensor in (*self._rows, self._top):
             tensor.zero_()
-        self._cumulative_is_old = True
-        self._old_groups = None
+        self._forget_all()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all sums, so that a loaded tree draws the very same slots."""
@@ -210,8 +247,11 @@ class PriorityTree:
         for i, rows in enumerate(self._rows):
             rows.copy_(state_dict[f"level_{i}"])
         self._top.copy_(state_dict["top"])
-        self._cumulative_is_old = True
-        self._old_groups = None
+        self._forget_all()
+
+    def _levels(self) -> list[tuple[Tensor, Tensor]]:
+        """Rows of children, the lowest first, each with the flat nodes above it."""
+        return list(zip(self._rows, [*(rows.view(-1) for rows in self._rows[1:]), self._top]))
 
     def _running_sums(self) -> Tensor:
         if self._cumulative_is_old:
@@ -219,27 +259,9 @@ class PriorityTree:
             self._cumulative_is_old = False
         return self._cumulative
 
-    def _remember_groups(self, group: Tensor) -> None:
-        if self._old_groups is None:
-            return
-        self._old_groups.append(group)
-        self._num_old += group.numel()
-        if self._num_old >= self._group_min.numel():
-            self._old_groups = None
-
-    def _update_extremes(self) -> None:
-        if self._old_groups == []:
-            return
-        if self._old_groups is None:
-            rows = self._rows[0]
-            self._group_max = rows.amax(1)
-            self._group_min = torch.where(rows > 0, rows, torch.inf).amin(1)
-        else:
-            group = torch.cat(self._old_groups)
-            rows = self._rows[0].index_select(0, group)
-            self._group_max.scatter_(0, group, rows.amax(1))
-            self._group_min.scatter_(0, group, torch.where(rows > 0, rows, torch.inf).amin(1))
-        self._old_groups, self._num_old = [], 0
+    def _forget_all(self) -> None:
+        self._cumulative_is_old = True
+        self._smallest.forget_all()
 
     def _check_index(self, index: Tensor, bound: int) -> None:
         # The largest and the smallest on an accelerator would be a wait; its kernels assert the bounds.
@@ -250,18 +272,65 @@ class PriorityTree:
             bad = lowest.item() if lowest.item() < 0 else highest.item()
             raise IndexError(f"slot {bad} is outside the tree: pass slots in [0, {self.capacity}).")
 
-    def _check_total(self, total: Tensor) -> None:
-        if total.device.type == "cuda":
-            torch._assert_async(total > 0)
-        elif not total.item() > 0:
-            raise RuntimeError("all leaves are 0, so nothing can be drawn: set a positive leaf first.")
+
+class GroupExtreme:
+    """Largest entry, or smallest above 0, of rows `[G, R]`, of which only those written since are read again.
+
+    The rows belong to the caller, who says :meth:`forget` with each write.
+
+    Args:
+        rows: the rows, float64; their values are not read yet.
+        largest: whether the largest entry is wanted, or the smallest above 0.
+    """
+
+    def __init__(self, rows: Tensor, *, largest: bool) -> None:
+        self._largest = largest
+        self._extreme = torch.zeros_like(rows.select(1, 0))
+        # `None`: all are old.
+        self._old: list[Tensor] | None = None
+        self._num_old = 0
+
+    def forget(self, group: Tensor) -> None:
+        """The rows `group` int64 `[B]` were written."""
+        if self._old is None:
+            return
+        self._old.append(group)
+        self._num_old += group.numel()
+        if self._num_old >= self._extreme.numel():
+            self._old = None
+
+    def forget_all(self) -> None:
+        """Every row was written."""
+        self._old = None
+
+    def read(self, rows: Tensor) -> Tensor:
+        """The extreme of the rows as they are now, `[]`; `inf` when there is no smallest above 0."""
+        if self._old is None:
+            self._extreme = self._of_each(rows)
+        elif self._old:
+            group = torch.cat(self._old)
+            self._extreme.scatter_(0, group, self._of_each(rows.index_select(0, group)))
+        self._old, self._num_old = [], 0
+        return self._extreme.amax() if self._largest else self._extreme.amin()
+
+    def _of_each(self, rows: Tensor) -> Tensor:
+        return rows.amax(1) if self._largest else torch.where(rows > 0, rows, torch.inf).amin(1)
 
 
-def _last_of_each_slot(index: Tensor, leaf: Tensor, last_writer: Tensor) -> Tensor:
-    """`leaf` `[B]` with every row replaced by the last row of its slot; `last_writer` is scratch, one int a slot."""
-    position = torch.arange(index.numel(), device=index.device)
-    last_writer.scatter_reduce_(0, index, position, "amax", include_self=False)
-    return leaf.index_select(0, last_writer.index_select(0, index))
+def group_of(slots: Tensor | slice) -> Tensor:
+    """The groups of 64 that hold the slots, `[B]` or a run on a CPU, each at least once."""
+    if isinstance(slots, slice):
+        return torch.arange(slots.start >> _SHIFT, ((slots.stop - 1) >> _SHIFT) + 1, device="cpu")
+    group = slots >> _SHIFT
+    if group.numel() > _MANY_ROWS and group.device.type == "cpu":
+        return group.unique_consecutive()
+    return group
+
+
+def last_row_of_each_slot(index: Tensor) -> Tensor:
+    """For each row of `index` `[B]` the last row with the same slot, `[B]`."""
+    slot, row = index.sort(stable=True)
+    return row.index_select(0, torch.searchsorted(slot, index, right=True).sub_(1))
 
 
 def _never_empty(row: Tensor, child: Tensor) -> Tensor:

@@ -1,0 +1,142 @@
+"""What a prioritized sampler knows of the item in each slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_safety.data.priority_tree import GroupExtreme, group_of
+
+_GROUP = 64
+_LATEST = 2**31 - 1
+
+
+class ItemRecords:
+    """The priority of each item, whether an update or a default gave it, and when the item was written.
+
+    Time counts the writes. Rows for no slot go to the slot `capacity`.
+
+    Args:
+        capacity: number of slots.
+        forgets_evicted: whether the largest priority is that of the items that are here, or the largest ever seen.
+        device: where the records lie.
+    """
+
+    def __init__(self, capacity: int, *, forgets_evicted: bool, device: torch.device) -> None:
+        self.capacity = capacity
+        self.forgets_evicted = forgets_evicted
+        self.time = 0
+        # Updated priorities as they are, default ones with a minus, -inf where there is no item. So the largest entry
+        # is the largest updated priority.
+        groups = capacity // _GROUP + 1
+        self._signed = torch.full((groups, _GROUP), -torch.inf, dtype=torch.float64, device=device)
+        self._largest = GroupExtreme(self._signed, largest=True)
+        self._highest_ever = torch.full((), -1.0, dtype=torch.float64, device=device)
+        # Four bytes a slot: times count from `_origin`, which moves up when they run out.
+        self._origin = 0
+        self._written_at = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
+
+    def priorities(self, slot: Tensor | None = None) -> Tensor:
+        """The priorities of the slots `[B]`, of all of them when `None`, float64; -1 where there is no item."""
+        signed = self._signed.view(-1)
+        signed = signed.narrow(0, 0, self.capacity) if slot is None else signed.index_select(0, slot)
+        return torch.where(signed == -torch.inf, -1.0, signed.abs())
+
+    def default_priority(self) -> Tensor:
+        """The priority of a new item, `[]` float64: the largest that came with an update, 1 before the first."""
+        highest = self._largest.read(self._signed) if self.forgets_evicted else self._highest_ever
+        is_known = highest > 0 if self.forgets_evicted else highest >= 0
+        if highest.device.type == "cpu":
+            return highest if is_known.item() else torch.ones_like(highest)
+        return torch.where(is_known, highest, 1.0)
+
+    def write(self, slots: Tensor | slice) -> Tensor:
+        """New items lie in the slots, `[B]` or a run; returns their priority, `[]`."""
+        self.time += 1
+        if self.time - self._origin > _LATEST:
+            # Older times become one: a batch drawn two billion writes ago counts as stale.
+            self._written_at.clamp_(min=0).sub_(_LATEST)
+            self._origin += _LATEST
+        _fill(self._written_at, slots, self.time - self._origin)
+        signed = self._signed.view(-1)
+        if self.forgets_evicted:
+            _fill(signed, slots, -torch.inf)
+            self._largest.forget(group_of(slots))
+        priority = self.default_priority()
+        _fill(signed, slots, -priority)
+        return priority
+
+    def update(self, slot: Tensor, priority: Tensor, applies: Tensor | None) -> None:
+        """Items `[B]` get a priority `[B]`; where `applies` is False the slot is `capacity`."""
+        updated = applies
+        if slot.numel() == 1:
+            # `TensorDictReplayBuffer.add` hands a new item's default priority back as if it were an error.
+            known = self._signed.view(-1).index_select(0, slot)
+            is_news = known.isinf() | ((priority - known.abs()).abs() > 1e-6 * known.abs())
+            signed = torch.where(is_news, priority, priority.copysign(known))
+            updated = is_news if applies is None else applies & is_news
+        else:
+            signed = priority
+        if applies is not None:
+            signed = torch.where(applies, signed, -torch.inf)
+        self._signed.view(-1).scatter_(0, slot, signed)
+        if self.forgets_evicted:
+            self._largest.forget(group_of(slot))
+        else:
+            seen = priority if updated is None else torch.where(updated, priority, -1.0)
+            self._highest_ever = torch.maximum(self._highest_ever, seen.amax())
+
+    def is_fresh(self, slot: Tensor, stamp: Tensor) -> Tensor:
+        """Whether each slot was last written at the time `stamp` or before, bool `[B]`."""
+        return self._written_at.index_select(0, slot) <= stamp - self._origin
+
+    def clear(self) -> None:
+        """No slot holds an item, and what was drawn before is stale in every slot."""
+        self._signed.fill_(-torch.inf)
+        self._largest.forget_all()
+        self._highest_ever.fill_(-1.0)
+        self.time += 1
+        self._origin = self.time
+        self._written_at.zero_()
+
+    def moved(self, slot: Tensor, capacity: int) -> ItemRecords:
+        """The items of these slots `[M]` as the first ones of other records; what was drawn before is stale."""
+        moved = ItemRecords(capacity, forgets_evicted=self.forgets_evicted, device=self._signed.device)
+        moved._signed.view(-1).narrow(0, 0, len(slot)).copy_(self._signed.view(-1).index_select(0, slot))
+        moved._largest.forget_all()
+        moved._highest_ever.copy_(self._highest_ever)
+        moved.time = moved._origin = self.time + 1
+        return moved
+
+    def to(self, device: torch.device) -> ItemRecords:
+        """A copy on another device."""
+        moved = ItemRecords(self.capacity, forgets_evicted=self.forgets_evicted, device=device)
+        moved.load_state_dict(self.state_dict())
+        return moved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all records."""
+        return {
+            "time": self.time,
+            "origin": self._origin,
+            "written_at": self._written_at.clone(),
+            "highest_ever": self._highest_ever.clone(),
+            "signed_priority": self._signed.clone(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of the same capacity; its device may differ."""
+        self.time, self._origin = state_dict["time"], state_dict["origin"]
+        self._written_at.copy_(state_dict["written_at"])
+        self._highest_ever.copy_(state_dict["highest_ever"])
+        self._signed.copy_(state_dict["signed_priority"])
+        self._largest.forget_all()
+
+
+def _fill(target: Tensor, slots: Tensor | slice, value: Tensor | float) -> None:
+    if isinstance(slots, slice):
+        target[slots].fill_(value)
+    else:
+        target.index_fill_(0, slots, value)

@@ -1,0 +1,67 @@
+"""The search of a priority tree as one compiled loop, for CPUs where numba is installed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+
+def search(u: np.ndarray, sums: np.ndarray, levels: tuple[np.ndarray, ...], slot: np.ndarray, leaf: np.ndarray) -> bool:
+    """Fills in the slots and leaves at the shares `u`, the very ones that the tensor form of `PriorityTree.find` gives.
+
+    Args:
+        u: shares of the total, `[B]` float64.
+        sums: running sums of the top, `[M + 1]` float64 behind a leading 0.
+        levels: rows of children, the lowest first, each `[G, R]` float64.
+        slot: written, `[B]` int64.
+        leaf: written, `[B]` float64.
+
+    Returns:
+        Whether the total is above 0. If not, nothing was written.
+    """
+    if not sums[-1] > 0:
+        return False
+    slot[:] = 0
+    mass = np.minimum(u * sums[-1], np.nextafter(sums[-1], 0.0))
+    left = sums.shape[0] - 1
+    # All rows halve their range at once: with one row after the other most of the time goes into wrong guesses of the
+    # branch, and a compiler cannot use vectors.
+    while left > 1:
+        half = left >> 1
+        for i in range(mass.shape[0]):
+            slot[i] += half * (sums[slot[i] + half] <= mass[i])
+        left -= half
+    for i in range(mass.shape[0]):
+        node = slot[i]
+        rest = max(mass[i] - sums[node], 0.0)
+        for level in range(len(levels) - 1, -1, -1):
+            children = levels[level][node]
+            last = children.shape[0] - 1
+            child, running = 0, children[0]
+            while running <= rest and child < last:
+                child += 1
+                running += children[child]
+            if running <= rest:
+                # Rounding left more mass than the row has: the last child that raises the running sum is taken.
+                running = 0.0
+                for k in range(last + 1):
+                    if running + children[k] > running:
+                        child = k
+                    running += children[k]
+            leaf[i] = children[child]
+            rest = max(rest - (running - children[child]), 0.0)
+            node = node * (last + 1) + child
+        slot[i] = node
+    return True
+
+
+@functools.cache
+def compiled_search() -> Callable[..., bool] | None:
+    """:func:`search`, compiled at its first call; `None` without numba."""
+    try:
+        from numba import njit
+    except ImportError:
+        return None
+    return njit(search, nogil=True)
