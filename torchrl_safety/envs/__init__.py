@@ -7,18 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_safety.envs.base import NativeEnv
+    from torchrl_safety.envs.bit_flip import BitFlipEnv
     from torchrl_safety.envs.checks import check_safety_env
     from torchrl_safety.envs.double_integrator import DoubleIntegratorEnv
     from torchrl_safety.envs.dubins_car import DubinsCarEnv
+    from torchrl_safety.envs.goal_double_integrator import GoalDoubleIntegratorEnv
     from torchrl_safety.envs.pendulum import PendulumEnv
     from torchrl_safety.envs.point_mass import PointMassEnv
 
-__all__ = ["DoubleIntegratorEnv", "DubinsCarEnv", "NativeEnv", "PendulumEnv", "PointMassEnv", "check_safety_env"]
+__all__ = [
+    "BitFlipEnv",
+    "DoubleIntegratorEnv",
+    "DubinsCarEnv",
+    "GoalDoubleIntegratorEnv",
+    "NativeEnv",
+    "PendulumEnv",
+    "PointMassEnv",
+    "check_safety_env",
+]
 
 # Loaded on first use: torchrl.envs takes seconds to import and pulls in mujoco where it is installed.
 _HOMES = {
+    "BitFlipEnv": "bit_flip",
     "DoubleIntegratorEnv": "double_integrator",
     "DubinsCarEnv": "dubins_car",
+    "GoalDoubleIntegratorEnv": "goal_double_integrator",
     "NativeEnv": "base",
     "check_safety_env": "checks",
     "PendulumEnv": "pendulum",
