@@ -137,11 +137,18 @@ class DoubleIntegratorEnv(NativeEnv):
         value = 1 - torch.maximum(turning_point, -ahead)
         if self.problem == "avoid":
             return value
-        half = twice_braking / 2
-        meeting = (half * half + twice_braking * turning_point.clamp(min=0)).sqrt() - half  # where x = v when braking
-        nearest = torch.maximum(ahead, meeting)
-        stopped = torch.minimum(self.target_radius - nearest, 1 - position.abs())
+        stopped = torch.minimum(self.target_radius - self.least_distance(state), 1 - position.abs())
         return torch.maximum(value.clamp(max=self.target_radius), stopped)
+
+    def least_distance(self, state: Tensor) -> Tensor:
+        r"""The least :math:`\max(|x|, |v|)` `[*B]` on the way of a state `[*B, 2]` that brakes until it turns."""
+        braking = self.max_control - self.max_disturbance
+        position, velocity = state.unbind(-1)
+        ahead = torch.where(velocity < 0, -position, position)
+        turning_point = ahead + velocity.square() / (2 * braking)
+        # Beyond the origin, where the position equals the speed that braking has left.
+        meeting = (braking * (braking + 2 * turning_point.clamp(min=0))).sqrt() - braking
+        return torch.maximum(ahead, meeting)
 
     def exact_safe(self, state: Tensor) -> Tensor:
         """Whether states `[*B, 2]` lie in the solution set, bool `[*B]`: :meth:`exact_value` >= 0."""

@@ -128,13 +128,8 @@ class GoalDoubleIntegratorEnv(NativeEnv):
         kept = self._motion.exact_value(state[..., :2])
         if self.problem == "avoid":
             return kept
-        offset, velocity = self._from_goal(state).unbind(-1)
-        ahead = torch.where(velocity < 0, -offset, offset)
-        braking = self.max_control
-        turning_point = ahead + velocity.square() / (2 * braking)
-        # Where the distance to the goal, on its far side, equals the speed that braking has left.
-        meeting = (braking * (braking + 2 * turning_point.clamp(min=0))).sqrt() - braking
-        stopped = torch.minimum(self.target_radius - torch.maximum(ahead, meeting), 1 - state[..., 0].abs())
+        nearest = self._motion.least_distance(self._from_goal(state))
+        stopped = torch.minimum(self.target_radius - nearest, 1 - state[..., 0].abs())
         return torch.maximum(kept.clamp(max=self.target_radius), stopped)
 
     def exact_safe(self, state: Tensor) -> Tensor:
