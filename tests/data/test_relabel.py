@@ -2,133 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
+from numbered_envs import LAYOUTS, NUM_ENVS, STRATEGIES, Envs, buffer_with, distance, reached, relabel, reward, rows_of
 from scipy import stats
 from tensordict import TensorDict
-from torchrl.data import (
-    LazyMemmapStorage,
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    ReplayBuffer,
-    TensorDictMaxValueWriter,
-    TensorDictReplayBuffer,
-)
-from torchrl.envs.transforms import CatTensors, Compose
+from torchrl.envs.transforms import CatTensors
 
-from torchrl_safety.data import GoalCondition, HindsightRelabel, NStepTransform, PrioritizedSampler
-
-STRATEGIES = ("future", "final", "episode")
-LAYOUTS = ("stream", "interleaved", "columns")
-NUM_ENVS = {"stream": 1, "interleaved": 3, "columns": 3}
-
-
-class Envs:
-    """Envs whose measurement tells env, episode and step, with a record of every frame."""
-
-    def __init__(self, num_envs: int, seed: int = 0, longest: int = 6, dtype: torch.dtype = torch.float32) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.num_envs, self.longest, self.dtype = num_envs, longest, dtype
-        self.now = [[0, 0] for _ in range(num_envs)]
-        self.left = [self.draw() for _ in range(num_envs)]
-        self.written: list[tuple[int, int, int]] = []
-        self.length: dict[tuple[int, int], int] = {}
-
-    def draw(self) -> int:
-        return int(torch.randint(1, self.longest + 1, (), generator=self.generator))
-
-    def cut(self) -> None:
-        """A reset of all envs in the middle of their episodes."""
-        for env, (episode, step) in enumerate(self.now):
-            if step:
-                self.length[env, episode] = step
-                self.now[env], self.left[env] = [episode + 1, 0], self.draw()
-
-    def steps(self, num_steps: int) -> TensorDict:
-        """Frames `[N, T]`, or `[T]` of one env."""
-        states, ended = [], []
-        for _ in range(num_steps):
-            for env in range(self.num_envs):
-                episode, step = self.now[env]
-                self.written.append((env, episode, step))
-                states.append([env, episode, step])
-                ended.append(step + 1 == self.left[env])
-                self.now[env][1] += 1
-                if ended[-1]:
-                    self.length[env, episode] = step + 1
-                    self.now[env], self.left[env] = [episode + 1, 0], self.draw()
-        state = torch.tensor(states, dtype=self.dtype)
-        goal, done = torch.full_like(state, -1), torch.tensor(ended).unsqueeze(-1)
-        following = {
-            "achieved_goal": state + torch.tensor([0, 0, 1]),
-            "desired_goal": goal.clone(),
-            "reward": torch.full((len(state), 1), -7.0, dtype=self.dtype),
-            "terminated": done & (state[:, 2:] % 2 == 0),  # a failure: no goal was reached
-            "truncated": done & (state[:, 2:] % 2 == 1),
-            "done": done,
-        }
-        frames = TensorDict({"achieved_goal": state, "desired_goal": goal, "next": following}, [len(state)])
-        frames = frames.reshape(num_steps, self.num_envs).transpose(0, 1).contiguous()
-        return frames[0] if self.num_envs == 1 else frames
-
-    def kept(self, capacity: int) -> list[tuple[int, int, int]]:
-        return self.written[-capacity:]
-
-    def goals(self, frame: tuple[int, int, int], strategy: str, kept: list[tuple[int, int, int]]) -> set[int]:
-        """The states that may give this frame its goal, by going through every frame that is there."""
-        env, episode, step = frame
-        length = self.length.get((env, episode))
-        if length is None:
-            return set()
-        if strategy == "final":
-            return {length}
-        same = [other[2] for other in kept if other[:2] == (env, episode)]
-        if strategy == "future":
-            return {other + 1 for other in same if other >= step}
-        return set(same) | {other + 1 for other in same}
-
-
-def distance(transition):
-    following = transition["next"]
-    return (following["achieved_goal"] - following["desired_goal"]).abs().sum(-1, keepdim=True)
-
-
-def reward(transition):
-    return -distance(transition)
-
-
-def reached(transition):
-    return distance(transition) == 0
-
-
-def relabel(layout="stream", seed=0, **settings) -> HindsightRelabel:
-    if layout == "interleaved":
-        settings.setdefault("num_envs", 3)
-    settings.setdefault("terminated_fn", reached)
-    settings.setdefault("share", 1.0)
-    return HindsightRelabel(reward, generator=torch.Generator().manual_seed(seed), **settings)
-
-
-def buffer_with(transform, capacity=12, batch_size=256, layout="stream", storage=LazyTensorStorage, sampler=None):
-    ndim = {"ndim": 2} if layout == "columns" else {}
-    rb = TensorDictReplayBuffer(
-        storage=storage(capacity, **ndim),
-        batch_size=batch_size,
-        **({} if sampler is None else {"sampler": sampler}),
-    )
-    rb.set_rng(torch.Generator().manual_seed(1))
-    return rb.append_transform(transform)
-
-
-def rows_of(batch) -> list[tuple]:
-    """(env, episode, step), goal, relabelled of each row."""
-    state, goal = batch["achieved_goal"].long().tolist(), batch["desired_goal"].long().tolist()
-    return list(zip(map(tuple, state), map(tuple, goal), batch["relabelled"].flatten().tolist()))
+from torchrl_safety.data import GoalCondition, HindsightRelabel
+from torchrl_safety.data.goals import GoalRelabel
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -258,59 +140,6 @@ def test_the_stored_frames_are_never_changed():
     assert "relabelled" not in stored.keys()  # noqa: SIM118
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_errors_of_relabelled_rows_leave_the_priorities_of_originals_alone(layout):
-    envs = Envs(NUM_ENVS[layout])
-    sampler = PrioritizedSampler(12, alpha=1.0, eps=0.0)
-    rb = buffer_with(relabel(layout, share=0.5), 12, 16, layout, sampler=sampler)
-    rb.extend(envs.steps(12 // NUM_ENVS[layout]))
-    expected = [1.0] * 12
-    is_seen = set()
-    for turn in range(20):
-        batch = rb.sample()
-        batch["td_error"] = torch.full((16,), 2.0 + turn)
-        index = batch["index"] if layout != "columns" else batch["index"][:, 0] * 3 + batch["index"][:, 1]
-        before = batch["index"].clone()
-        rb.update_tensordict_priority(batch)
-        assert torch.equal(batch["index"], before)
-        for slot, is_relabelled in zip(index.tolist(), batch["relabelled"].flatten().tolist()):
-            is_seen.add(is_relabelled)
-            if not is_relabelled:
-                expected[slot] = 2.0 + turn
-        assert sampler._tree.get(torch.arange(12)).tolist() == expected
-    assert is_seen == {True, False}
-
-
-def test_a_slot_that_was_rewritten_since_the_draw_keeps_its_new_priority():
-    envs = Envs(1)
-    sampler = PrioritizedSampler(12, alpha=1.0, eps=0.0)
-    rb = buffer_with(relabel(share=0.5), 12, 64, sampler=sampler)
-    rb.extend(envs.steps(12))
-    batch = rb.sample()
-    rb.extend(envs.steps(12))
-    batch["td_error"] = torch.full((64,), 5.0)
-    rb.update_tensordict_priority(batch)
-    assert sampler._tree.get(torch.arange(12)).tolist() == [1.0] * 12
-
-
-@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_other_storages_give_the_same_samples(storage, n_steps):
-    batches = []
-    for kind in (LazyTensorStorage, storage):
-        envs = Envs(1)
-        rb = buffer_with(relabel(n_steps=n_steps, strategy="episode"), 15, 64, storage=kind)
-        for length in (9, 8, 4):
-            rb.extend(envs.steps(length))
-            batch = rb.sample()
-        batches.append(batch)
-    first, second = batches
-    assert first["relabelled"].any()
-    assert set(first.keys(True, True)) == set(second.keys(True, True))
-    for key in first.keys(True, True):
-        assert torch.equal(first[key], second[key]), key
-
-
 def test_float64_goals_keep_their_precision():
     envs = Envs(1, dtype=torch.float64)
     rb = buffer_with(relabel(), 30, 100)
@@ -351,28 +180,6 @@ def test_transforms_of_the_user_see_the_new_goal():
     batch = rb.sample()
     assert torch.equal(batch["observation"][:, 3:], batch["desired_goal"])
     assert (batch["desired_goal"][batch["relabelled"].squeeze(-1)] >= 0).all()
-
-
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_a_transform_in_front_is_refused_with_the_right_order(is_nested):
-    cat = CatTensors(["achieved_goal", "desired_goal"], "observation", del_keys=False)
-    chain = Compose(Compose(cat), relabel()) if is_nested else Compose(cat, relabel())
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, transform=chain)
-    with pytest.raises(ValueError, match=r"CatTensors stands before HindsightRelabel.*insert_transform\(0"):
-        rb.extend(Envs(1).steps(10))
-    rb = buffer_with(relabel(), 10, 4)
-    rb.extend(Envs(1).steps(10))
-    rb.insert_transform(0, cat.clone())
-    with pytest.raises(ValueError, match="CatTensors stands before HindsightRelabel"):
-        rb.sample()
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-def test_windows_made_at_write_time_are_refused(is_first):
-    rb = buffer_with(relabel(), 10, 4)
-    rb.insert_transform(0 if is_first else 1, NStepTransform(3))
-    with pytest.raises(ValueError, match=r"NStepTransform and HindsightRelabel.*n_steps=n"):
-        rb.extend(Envs(1).steps(2))
 
 
 def windows(envs: Envs, kept: list, frame: tuple, goal: tuple | None, n_steps: int) -> tuple[list[float], bool, int]:
@@ -416,92 +223,6 @@ def test_windows_are_those_of_a_plain_loop(layout, strategy):
             assert following["reward"].item() == rewards[-1]
 
 
-def test_a_saved_buffer_goes_on_with_the_same_goals_and_its_open_episodes():
-    envs = Envs(3)
-    rb = buffer_with(relabel("interleaved", strategy="episode", share=0.6), 31, 64, "interleaved")
-    rb.extend(envs.steps(14))
-    rb.sample()
-    file = io.BytesIO()
-    torch.save(rb.state_dict(), file)
-    file.seek(0)
-    other = buffer_with(relabel("interleaved", seed=9, strategy="episode", share=0.6), 31, 64, "interleaved")
-    other.load_state_dict(torch.load(file, weights_only=True))
-    more = envs.steps(5)
-    for _ in range(3):
-        one, two = rb.sample(), other.sample()
-        assert (one == two).all()
-        rb.extend(more)
-        other.extend(more)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
-def test_a_copy_of_a_buffer_relabels_by_itself(duplicate):
-    envs = Envs(1)
-    rb = buffer_with(relabel(share=0.5), 20, 64, sampler=PrioritizedSampler(20))
-    rb.extend(envs.steps(20))
-    twin = duplicate(rb)
-    assert torch.equal(rb.sample()["relabelled"], twin.sample()["relabelled"])
-    twin.empty()
-    twin.extend(Envs(1).steps(3))
-    assert len(twin) == 3
-    assert len(rb) == 20
-    rb.sample()
-    twin.sample()
-
-
-def test_an_emptied_buffer_starts_anew():
-    envs = Envs(1, longest=9)
-    rb = buffer_with(relabel(), 12, 400)
-    rb.extend(envs.steps(17))
-    rb.empty()
-    fresh = Envs(1, seed=3)
-    rb.extend(fresh.steps(7))
-    for frame, goal, is_relabelled in rows_of(rb.sample()):
-        assert is_relabelled == (frame[:2] in fresh.length)
-        assert goal[2] in (fresh.goals(frame, "future", fresh.written) or {-1})
-
-
-@pytest.mark.filterwarnings("ignore:Using `add:UserWarning")
-@pytest.mark.parametrize(
-    ("kind", "layout"), [(ReplayBuffer, "stream"), (ReplayBuffer, "columns"), (TensorDictReplayBuffer, "stream")]
-)
-def test_single_steps_can_be_added(kind, layout):
-    envs = Envs(NUM_ENVS[layout])
-    ndim = {"ndim": 2} if layout == "columns" else {}
-    rb = kind(storage=LazyTensorStorage(30, **ndim), batch_size=300)
-    rb.append_transform(relabel(layout))
-    for _ in range(13):
-        step = envs.steps(1)
-        rb.add(step[..., 0])
-    assert any(is_relabelled for _, _, is_relabelled in rows_of(rb.sample()))
-    for frame, goal, is_relabelled in rows_of(rb.sample()):
-        goals = envs.goals(frame, "future", envs.kept(30))
-        assert goal[2] in goals if is_relabelled else not goals
-
-
-def test_one_step_of_each_env_is_added_to_interleaved_streams():
-    envs = Envs(3)
-    rb = buffer_with(relabel("interleaved"), 31, 300, "interleaved")
-    for _ in range(14):
-        rb.add(envs.steps(1)[:, 0])
-    assert len(rb) == 31
-    for frame, goal, is_relabelled in rows_of(rb.sample()):
-        goals = envs.goals(frame, "future", envs.kept(31))
-        assert goal[2] in goals if is_relabelled else not goals
-
-
-def test_batches_drawn_ahead_by_another_thread_have_goals_of_their_episodes():
-    envs = Envs(1, longest=4)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(15), batch_size=64, prefetch=2, transform=relabel(n_steps=2))
-    rb.extend(envs.steps(10))
-    for _ in range(40):
-        rb.extend(envs.steps(3))
-        for frame, goal, is_relabelled in rows_of(rb.sample()):
-            if is_relabelled:
-                assert goal[:2] == frame[:2]
-                assert frame[2] < goal[2] <= envs.length[frame[:2]]
-
-
 def test_a_reset_in_the_middle_ends_the_open_episodes():
     envs = Envs(3, longest=9)
     transform = relabel("interleaved", n_steps=2)
@@ -524,58 +245,6 @@ def test_a_batch_longer_than_the_buffer_leaves_its_newest_frames():
     kept = envs.kept(10)
     found = {(frame, goal[2]) for frame, goal, is_relabelled in rows_of(rb.sample()) if is_relabelled}
     assert found == {(frame, goal) for frame in kept for goal in envs.goals(frame, "future", kept)}
-
-
-def test_writes_that_pass_the_transform_by_are_noticed():
-    rb = buffer_with(relabel(), 10, 4)
-    rb.extend(Envs(1).steps(4))
-    with pytest.raises(RuntimeError, match="stores in turn"):
-        rb[0:2] = rb[2:4]
-    rb.writer.extend(rb[:].clone())
-    with pytest.raises(RuntimeError, match="numbered 4 frames, the buffer wrote 8"):
-        rb.extend(Envs(1).steps(2))
-
-
-def test_slots_that_hold_other_frames_are_noticed():
-    rb = buffer_with(relabel(), 10, 200)
-    rb.extend(Envs(1).steps(10))
-    rb.storage._storage["hindsight"][:] += 1
-    with pytest.raises(RuntimeError, match="not written in turn"):
-        rb.sample()
-
-
-def test_a_buffer_that_is_not_empty_or_not_written_in_turn_is_refused():
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
-    rb.extend(Envs(1).steps(4))
-    rb.append_transform(relabel())
-    with pytest.raises(RuntimeError, match="empty buffer"):
-        rb.sample()
-    with pytest.raises(RuntimeError, match="empty buffer"):
-        rb.extend(Envs(1).steps(4))
-    writer = TensorDictMaxValueWriter(rank_key="rank")
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), writer=writer, transform=relabel())
-    with pytest.raises(ValueError, match="TensorDictMaxValueWriter"):
-        rb.extend(Envs(1).steps(4))
-    rb = TensorDictReplayBuffer(storage=ListStorage(), transform=relabel())
-    with pytest.raises(ValueError, match="size that is set"):
-        rb.extend(Envs(1).steps(4))
-
-
-def test_frames_of_another_layout_are_refused():
-    rb = buffer_with(relabel("interleaved"), 10, 4)
-    with pytest.raises(ValueError, match="num_envs=3"):
-        rb.extend(Envs(1).steps(4))
-    with pytest.raises(KeyError, match="terminated"):
-        rb.extend(Envs(3).steps(4).exclude(("next", "terminated")))
-    rb = buffer_with(relabel(), 12, 4, "columns")
-    rb.extend(Envs(3).steps(2))
-    with pytest.raises(ValueError, match="4 envs, those before them of 3"):
-        rb.extend(Envs(4).steps(2))
-
-
-def test_a_call_outside_a_buffer_is_refused():
-    with pytest.raises(RuntimeError, match="outside a replay buffer"):
-        relabel()(Envs(1).steps(4))
 
 
 @pytest.mark.parametrize(
@@ -601,3 +270,95 @@ def test_a_missing_signal_is_named():
     rb.extend(Envs(1).steps(10))
     with pytest.raises(KeyError, match="cost"):
         rb.sample()
+
+
+def goal_frames(num_rows: int) -> TensorDict:
+    """Places on a line with a margin at either state; of three terminations in a row two are failures."""
+    place = torch.arange(num_rows, dtype=torch.float32).unsqueeze(-1)
+    states = [torch.cat([place + ahead, torch.full_like(place, -9.0)], -1) for ahead in (0, 1)]
+    states[1][::3, 1] = states[1][::3, 0]
+    terminated = place.long() % 9 < 3
+    following = {
+        "observation": states[1],
+        "target_margin": torch.full_like(place, 5.0),
+        "reward": torch.full_like(place, 7.0),
+        "terminated": terminated,
+        "truncated": place.long() % 5 == 0,
+        "done": terminated | (place.long() % 5 == 0),
+    }
+    margins = {"target_margin": torch.full_like(place, 6.0)}
+    return TensorDict({"observation": states[0], **margins, "next": following}, [num_rows])
+
+
+@pytest.mark.parametrize("keep_failures", [True, False])
+@pytest.mark.parametrize("shape", [(36,), (4, 9)])
+def test_rows_that_are_chosen_become_those_of_a_new_transition_and_the_rest_stay(shape, keep_failures):
+    def gap(transition):
+        observation = transition["next", "observation"]
+        return (observation[..., :1] - observation[..., 1:]).abs()
+
+    relabel_rows = GoalRelabel(
+        lambda transition: -gap(transition) - transition["next", "terminated"].float(),
+        terminated_fn=lambda transition: gap(transition) == 0,
+        target_margin_fn=lambda transition: 1 - gap(transition),
+        goal_conditions=GoalCondition("observation", [0], "observation", [1]),
+        keep_failures=keep_failures,
+    )
+    frames = goal_frames(36).reshape(shape)
+    generator = torch.Generator().manual_seed(0)
+    goals = [frames["next", "observation"][..., :1] + torch.randint(0, 2, (*shape, 1), generator=generator)]
+    where = torch.rand(*shape, 1, generator=generator) < 0.5
+    before, new = frames.clone(), relabel_rows(frames, goals)
+    assert (frames == before).all()
+    memory = {key: value.data_ptr() for key, value in frames.items(True, True)}
+    relabel_rows.relabel_(frames, goals, where)
+    for key, value in frames.items(True, True):
+        assert torch.equal(value, torch.where(where, new[key], before[key])), key
+        assert value.data_ptr() == memory[key]
+    ended = {}
+    for was, now in zip(before.reshape(-1)["next"], new.reshape(-1)["next"]):
+        place, own, goal = *was["observation"].tolist(), now["observation"][1].item()
+        failed = keep_failures and was["terminated"].item() and place != own
+        assert now["terminated"].item() == (failed or place == goal)
+        assert now["done"].item() == (failed or place == goal or was["truncated"].item())
+        assert now["target_margin"].item() == 1 - abs(place - goal)
+        assert now["reward"].item() == -abs(place - goal) - now["terminated"].item()
+        ended[was["terminated"].item(), place == own, now["terminated"].item()] = True
+    assert (True, False, keep_failures) in ended
+    assert (True, True, False) in ended
+
+
+@pytest.mark.parametrize(("terminates", "num_calls"), [(False, 1), (True, 2)])
+def test_the_original_is_judged_only_where_a_termination_may_have_to_be_kept(terminates, num_calls):
+    calls = []
+    frames = Envs(1).steps(8)
+    frames["next", "terminated"].fill_(terminates)
+    goals = [frames["next", "achieved_goal"]]
+    for keep_failures, expected in ((True, num_calls), (False, 1)):
+        calls.clear()
+        judge = GoalRelabel(
+            reward, terminated_fn=lambda row: calls.append(row) or reached(row), keep_failures=keep_failures
+        )
+        judge(frames, goals)
+        assert len(calls) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "is_finite"), [(3e38, True), (-3e38, True), (float("inf"), False), (float("nan"), False)]
+)
+def test_large_rewards_are_finite_also_where_their_sum_is_not(value, is_finite):
+    frames = Envs(1).steps(8)
+    judge = GoalRelabel(lambda row: torch.full_like(distance(row), value))
+    goals = [frames["next", "achieved_goal"]]
+    if is_finite:
+        assert (judge(frames, goals)["next", "reward"] == torch.tensor(value)).all()
+    else:
+        with pytest.raises(ValueError, match="reward_fn returned NaN or infinite values"):
+            judge(frames, goals)
+
+
+def test_an_entry_without_a_trailing_dimension_is_named():
+    frames = Envs(1).steps(8)
+    frames["next", "reward"] = torch.zeros(8)
+    with pytest.raises(ValueError, match=r"\('next', 'reward'\) has shape \[8\], expected \[8, 1\]"):
+        GoalRelabel(reward)(frames, [frames["next", "achieved_goal"]])

@@ -103,12 +103,10 @@ class GoalCondition:
                 f"{list(elements.shape)}; make measurement_index and goal_index of {self} name the same number of "
                 "elements."
             )
-        if self.goal_index is None:
-            _write(elements, goal, where)
-            return
-        entry: Tensor = state.get(self.goal_key)
-        _write(elements, goal, where)
-        entry[..., _positions(self.goal_index, entry.device)] = elements
+        _write(elements, goal if goal.dtype == elements.dtype else goal.to(elements.dtype), where)
+        if self.goal_index is not None:  # the elements are a copy
+            entry: Tensor = state.get(self.goal_key)
+            entry[..., _positions(self.goal_index, entry.device)] = elements
 
 
 class GoalRelabel:
@@ -209,14 +207,15 @@ class GoalRelabel:
                 f"got {len(goals)} goals for {len(self.goal_conditions)} goal conditions; pass one goal for each."
             )
         following = _following(transitions)
-        failed = self._failures(transitions, following)
+        if self.terminated_fn is not None:
+            before = _entry(following, "terminated")
+            failed = self._failures(self.terminated_fn, transitions, before)
         for condition, goal in zip(self.goal_conditions, goals):
             condition.write_goal(transitions, goal, where)
             condition.write_goal(following, goal, where)
         if self.target_margin_fn is not None:
             self._write_margins(self.target_margin_fn, transitions, following, where)
         if self.terminated_fn is not None:
-            before = _entry(following, "terminated")
             terminated = _result("terminated_fn", self.terminated_fn, transitions, "terminated", before)
             if failed is not None:
                 terminated = terminated | failed
@@ -229,15 +228,14 @@ class GoalRelabel:
             entry = _entry(following, "reward")
             _write(entry, _result("reward_fn", self.reward_fn, transitions, "reward", entry), where)
 
-    def _failures(self, transitions: TensorDictBase, following: TensorDictBase) -> Tensor | None:
-        """Which terminations, `[*B, 1]`, the transitions' own goals do not explain; None where nothing is to be kept."""
-        if self.terminated_fn is None or not self.keep_failures:
-            return None
-        before = _entry(following, "terminated")
+    def _failures(
+        self, terminated_fn: TransitionFunction, transitions: TensorDictBase, terminated: Tensor
+    ) -> Tensor | None:
+        """Which terminations, `[*B, 1]`, the transitions' own goals do not explain; None if there are none to keep."""
         # On an accelerator, looking would mean waiting.
-        if before.device.type == "cpu" and not before.any():
+        if not self.keep_failures or (terminated.device.type == "cpu" and not terminated.any()):
             return None
-        return before & ~_result("terminated_fn", self.terminated_fn, transitions, "terminated", before)
+        return terminated & ~_result("terminated_fn", terminated_fn, transitions, "terminated", terminated)
 
     @staticmethod
     def _write_margins(
@@ -415,16 +413,14 @@ def _following(transitions: TensorDictBase) -> TensorDictBase:
 
 
 def _write(entry: Tensor, value: Tensor, where: Tensor | None) -> None:
-    """Writes the value into the memory of the entry, in some rows or in all."""
+    """Writes the value, of the same dtype, into the memory of the entry, in some rows or in all."""
     if where is None:
         entry.copy_(value)
     else:
-        torch.where(where, value if value.dtype == entry.dtype else value.to(entry.dtype), entry, out=entry)
+        torch.where(where, value, entry, out=entry)
 
 
-def _result(
-    name: str, function: TransitionFunction, transitions: TensorDictBase, key: str, entry: Tensor
-) -> Tensor:
+def _result(name: str, function: TransitionFunction, transitions: TensorDictBase, key: str, entry: Tensor) -> Tensor:
     """What a function of the user says of transitions, once it fits the entry of "next" that it is to replace."""
     result = function(transitions)
     shape = torch.Size([*transitions.batch_size, 1])
@@ -435,16 +431,15 @@ def _result(
         raise ValueError(
             f"Entry ('next', {key!r}) has shape {list(entry.shape)}, expected {list(shape)}; unsqueeze it to [*B, 1]."
         )
-    if not result.is_floating_point():
-        if result.dtype != entry.dtype:
+    if result.dtype != entry.dtype:
+        if not (result.is_floating_point() and entry.is_floating_point()):
             raise ValueError(
                 f"{name} must return {entry.dtype}, as ('next', {key!r}) is, got {result.dtype}; convert it."
             )
-        return result
-    if not entry.is_floating_point():
-        raise ValueError(f"{name} must return {entry.dtype}, as ('next', {key!r}) is, got {result.dtype}; convert it.")
-    if result.device.type == "cuda":
-        torch._assert_async(result.isfinite().all())  # looking would mean waiting
-    elif not math.isfinite(result.sum().item()) and not result.isfinite().all():  # a sum may overflow
-        raise ValueError(f"{name} returned NaN or infinite values; return finite ones for every goal.")
+        result = result.to(entry.dtype)
+    if result.is_floating_point():
+        if result.device.type == "cuda":
+            torch._assert_async(result.isfinite().all())  # looking would mean waiting
+        elif not math.isfinite(result.sum().item()) and not result.isfinite().all():  # a sum may overflow
+            raise ValueError(f"{name} returned NaN or infinite values; return finite ones for every goal.")
     return result

@@ -129,7 +129,7 @@ class HindsightRelabel(SampledTransform):
             )
         if buffer is None or method != "_sample":
             return tensordict
-        if buffer.transform.transforms[0] is not self:
+        if next(iter(buffer.transform.transforms)) is not self:
             self.check_place(buffer)
         rows = _dense(tensordict)
         if rows.ndim == 1:
@@ -144,16 +144,16 @@ class HindsightRelabel(SampledTransform):
         position, entry = frame.to(streams.bounds.device).unbind(-1)
         generator = self.generator
         uniform = torch.rand(2, len(position), dtype=torch.float64, generator=generator, device=generator.device)
-        chance, uniform = uniform.to(position.device, non_blocking=True)
+        chance, uniform = uniform.to(position.device, non_blocking=True).unbind(0)
         # Transforms run after the sampling lock is released; what is read here must not be overwritten meanwhile.
         with buffer._replay_lock:
             newest = self._num_stored(buffer) - 1
             oldest = newest - streams.capacity + 1
             span = Span(position, *streams.bounds_of(entry), oldest, streams.num_envs)
-            has_goals = (span.end >= position) & (position >= oldest)
+            has_goals = (span.end >= position).logical_and_(position >= oldest)
             if streams.num_frames > newest + 1:  # another thread has numbered frames that it did not write yet
                 has_goals &= span.end <= newest
-            is_chosen = (chance < self.share) & has_goals
+            is_chosen = (chance < self.share).logical_and_(has_goals)
             at, is_start = DRAWS[self.strategy](uniform, span)
             goals = self._goals(buffer, torch.where(is_chosen, at, position), is_start, is_chosen)
             if self.n_steps > 1:
@@ -171,9 +171,11 @@ class HindsightRelabel(SampledTransform):
 
     def _goals(self, buffer: ReplayBuffer, at: Tensor, is_start: Tensor | None, is_chosen: Tensor) -> list[Tensor]:
         """What the states after the frames at these positions `[B]` measure, or before them where `is_start`."""
-        storage, slot = buffer.storage, self._slot(buffer, at)
-        frames = storage._storage if isinstance(storage, TensorStorage) else self._read(buffer, at)
-        slots = slot if isinstance(storage, TensorStorage) else slice(None)
+        storage = buffer.storage
+        if isinstance(storage, TensorStorage):
+            frames, slots = storage._storage, self._slot(buffer, at)
+        else:
+            frames, slots = self._read(buffer, at), torch.arange(len(at), device=at.device)
         _check_read(_At(frames, slots), at, is_chosen)
         conditions = self.relabel.goal_conditions
         following = _At(frames.get("next"), slots)
@@ -310,7 +312,10 @@ class _At:
     def get(self, key: NestedKey, default: Any = None) -> Any:
         """The entry `[B, *]`, or the default where there is none."""
         value = self._entries.get(key, None)
-        return default if value is None else value[self._index]
+        if value is None:
+            return default
+        index = self._index
+        return value.index_select(0, index) if isinstance(index, Tensor) else value[index]
 
 
 def _dense(frames: TensorDictBase) -> TensorDictBase:
@@ -323,7 +328,7 @@ def _check_read(frames: TensorDictBase | _At, position: Tensor, where: Tensor) -
     frame = frames.get(_FRAME, None)
     if frame is None:
         raise RuntimeError(_FOREIGN)
-    found = frame[..., 0]
+    found = frame.select(-1, 0)
     if found.device.type == "cuda":
         torch._assert_async(((found == position) | ~where).all())  # looking would mean waiting
     elif not torch.equal(found, position) and not bool(((found == position) | ~where).all()):

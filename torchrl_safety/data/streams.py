@@ -121,8 +121,8 @@ class Streams:
 
 def _between(uniform: Tensor, low: Tensor, high: Tensor, step: int) -> Tensor:
     """Draws one of `low`, `low + step`, ..., `high`."""
-    ahead = (uniform * (high - low + step)).long()
-    return low + ahead if step == 1 else low + (ahead - ahead % step)
+    ahead = (high - low).add_(step).mul(uniform).long()
+    return ahead.add_(low) if step == 1 else low + (ahead - ahead % step)
 
 
 def _future(uniform: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
@@ -135,8 +135,7 @@ def _final(uniform: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
 
 def _episode(uniform: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
     # Of an episode that has lost its beginning there are the states from its oldest frame on.
-    lost = (span.oldest - span.start).clamp_(min=0)
-    first = span.start + (lost + span.num_envs - 1) // span.num_envs * span.num_envs
+    first = torch.maximum(span.start, (span.start - span.oldest).remainder_(span.num_envs).add_(span.oldest))
     # State 0 is the root of that frame, state k the "next" of the k-th from it.
     state = _between(uniform, first, span.end + span.num_envs, span.num_envs)
     return torch.maximum(state - span.num_envs, first), state == first
