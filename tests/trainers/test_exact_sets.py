@@ -169,6 +169,13 @@ def test_roll_outs_start_at_nodes_well_inside_and_are_the_same_every_time():
     assert not torch.equal(first.starts, ExactSetEvaluator(env, AvoidBackup(), **BOX, grid=41, seed=4).starts)
 
 
+def test_no_roll_out_starts_at_the_target_where_nothing_is_left_to_do():
+    env = DoubleIntegratorEnv(200, problem="reach_avoid")
+    starts = ExactSetEvaluator(env, ReachAvoidBackup(), **BOX, grid=41).starts
+    assert (env.target_margin(starts) < 0).all()
+    assert (env.target_margin(ExactSetEvaluator(env, AvoidBackup(), **BOX, grid=41).starts) >= 0).any()
+
+
 @pytest.mark.parametrize("problem", ["avoid", "reach_avoid"])
 def test_the_exact_value_is_scored_perfectly_under_a_state_key_of_its_own(problem):
     env = DoubleIntegratorEnv(4, problem=problem, state_key="state")

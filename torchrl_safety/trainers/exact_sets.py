@@ -99,7 +99,7 @@ class ExactSetEvaluator:
     """Measures a learned value and its policy against the exact solution of a native environment.
 
     The set is read off a grid (see :func:`state_value`); the roll-outs start in the exact set shrunk a little, where
-    a good policy does not fail. Both use the same states every time and no global randomness.
+    a good policy does not fail, and outside the target, if there is one. Both use the same states every time and no global randomness.
 
     Args:
         env: an environment with `exact_safe` and `well_inside`; one roll-out is made per member of its batch.
@@ -157,11 +157,14 @@ class ExactSetEvaluator:
         self.axes = _axes(env, low, high, grid)
         self.grid = torch.stack(torch.meshgrid(*self.axes, indexing="ij"), -1)
         self.exact = env.exact_safe(self.grid)
-        inside = self.grid[env.well_inside(self.grid, shrink)]
+        startable = env.well_inside(self.grid, shrink)
+        if "target_margin" in backup.signals:  # at the target there is nothing left to do, and to leave it may be fatal
+            startable &= env.target_margin(self.grid).squeeze(-1) < 0
+        inside = self.grid[startable]
         if not len(inside):
             raise ValueError(
-                f"no node of the grid lies in the exact set shrunk by shrink={shrink}, so no roll-out can start: take "
-                f"more nodes than grid={grid}"
+                f"no node of the grid lies in the exact set shrunk by shrink={shrink}, outside the target, so no "
+                f"roll-out can start: take more nodes than grid={grid}"
             )
         source = torch.Generator().manual_seed(seed)
         draws = torch.randint(len(inside), env.batch_size, generator=source, device="cpu")
