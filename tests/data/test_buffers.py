@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from line_goals import all_copies, assert_same, episodes_of, in_order, line_frames, marked, reached, reward
 from torchrl.data import Categorical, Composite, Unbounded
+from torchrl.envs import CatTensors, RewardScaling
 
 from torchrl_safety.data import HindsightPrioritizedReplayBuffer, HindsightReplayBuffer, PrioritizedSampler
 from torchrl_safety.data.successors import Successors
@@ -133,7 +135,9 @@ def test_a_sequence_follows_its_trajectory_with_one_goal_and_never_leaves_it(kin
             rest = follows[numbers[0]][length:]
             assert not rest or (rest[0], goal, copied) not in held, "a step that is there was left out"
         assert not steps["next", "done"][:-1].any()
-        assert_same(row[length:].exclude("valid"), row[length - 1 :][:1].expand(4 - length).exclude("valid"))
+        rest = row[length:].exclude("valid", "index")
+        assert_same(rest, row[length - 1 :][:1].expand(4 - length).exclude("valid", "index"))
+        assert row["index"].flatten().tolist()[length:] == [-1] * (4 - length)
     assert {1, 4} <= lengths
 
 
@@ -202,7 +206,72 @@ def test_a_link_to_a_slot_that_was_rewritten_leads_nowhere():
     assert (slots.tolist(), exists.tolist()) == ([[1, 1, 1]], [[True, False, False]])
 
 
+@EACH
+def test_transforms_of_the_user_see_n_step_rows_and_sequences(kind):
+    buffer, plain = make(kind), make(kind)
+    buffer.append_transform(RewardScaling(0.0, 10.0, in_keys=[("next", "reward")], out_keys=[("next", "reward")]))
+    buffer.append_transform(CatTensors(["achieved_goal", "desired_goal"], "both", del_keys=False))
+    batch = frames_of(1, 20)[0]
+    for each in (buffer, plain):
+        each.extend(batch)
+    for options in ({"n_steps": 3, "gamma": 0.9}, {"sequence_length": 3}, {"n_steps": 2, "sequence_length": 2}):
+        scaled, raw = buffer.sample(50, **options), plain.sample(50, **options)
+        torch.testing.assert_close(scaled["next", "reward"], 10 * raw["next", "reward"])
+        assert torch.equal(scaled["both"], torch.cat([scaled["achieved_goal"], scaled["desired_goal"]], -1))
+
+
+@EACH
+def test_samples_beside_a_thread_that_writes_are_of_one_trajectory(kind):
+    buffer, batch = make(kind, 60, num_envs=2), frames_of(2, 1000, end=0.1)
+    buffer.extend(batch[:, :20])
+    follows = trajectories(batch)
+
+    def write():
+        for t in range(20, 1000, 2):
+            buffer.extend(batch[:, t : t + 2])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        sample = buffer.sample(32, sequence_length=3)
+        for row in sample:
+            numbers = row["frame"][row["valid"]].tolist()
+            assert numbers == follows[numbers[0]][: len(numbers)]
+            assert len(set(row["desired_goal"].flatten().tolist())) == 1
+    writer.join()
+
+
 # --- priorities ---
+
+
+@pytest.mark.parametrize("by", ["index", "batch"])
+def test_steps_beyond_the_end_of_a_sequence_leave_the_priority_of_the_last_one_alone(by):
+    buffer = make(HindsightPrioritizedReplayBuffer)
+    buffer.extend(frames_of(1, 8, end=0.3)[0])
+    sample = buffer.sample(300, sequence_length=3)
+    priority = torch.where(sample["valid"], sample["frame"] + 1.0, 0.0)
+    if by == "index":
+        buffer.update_priority(sample["index"], priority)
+    else:
+        buffer.update_tensordict_priority(sample.set("td_error", priority))
+    drawn = sample["index"][sample["valid"].squeeze(-1)].unique()
+    expected = buffer._storage.get(drawn)["frame"].flatten() + 1.0
+    assert torch.equal(buffer.sampler.priority_of(drawn).float(), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_steps": 2}, {"sequence_length": 2}])
+@pytest.mark.parametrize("resized", [False, True])
+def test_updates_of_items_that_were_rewritten_since_are_dropped(options, resized):
+    buffer, batch = make(HindsightPrioritizedReplayBuffer, 4), frames_of(1, 12, end=0.0)[0]
+    buffer.extend(batch[:4])
+    sample = buffer.sample(64, **options)
+    if resized:
+        buffer.resize(3)
+    else:
+        buffer.extend(batch[4:8])
+    buffer.update_priority(sample["index"], torch.full(sample["index"].shape, 7.0))
+    buffer.update_tensordict_priority(sample.set("td_error", torch.full((*sample.shape, 1), 7.0)))
+    assert set(buffer.sampler.priority_of(torch.arange(len(buffer))).tolist()) == {1.0}
 
 
 def test_each_copy_has_a_priority_of_its_own_and_beta_grows():
@@ -342,11 +411,55 @@ def test_a_file_of_another_buffer_is_refused_and_changes_nothing(kind, tmp_path)
     other = make(kind, 31)
     other.extend(batch[:4])
     before = other.all_experiences()
-    with pytest.raises(ValueError, match="capacity=30, this one has capacity=31"):
+    with pytest.raises(
+        ValueError, match="capacity=30, this one has capacity=31; build it as the saved one was, and resize"
+    ):
         other.load(tmp_path / "buffer.pt")
     assert_same(other.all_experiences(), before)
     with pytest.raises(FileNotFoundError):
         other.load(tmp_path / "none.pt")
+
+
+@EACH
+def test_a_folder_of_torchrl_holds_the_links_too(kind, tmp_path):
+    buffer, batch = make(kind, 9), frames_of(1, 30, end=0.2)[0]
+    buffer.extend(batch)
+    buffer.dumps(tmp_path / "buffer")
+    other = make(kind, 9)
+    other.extend(batch[:7])
+    other.loads(tmp_path / "buffer")
+    follows = trajectories(batch.unsqueeze(0))
+    assert_same(other.all_experiences(), buffer.all_experiences())
+    lengths = set()
+    for row in other.sample(100, sequence_length=3):
+        numbers = row["frame"][row["valid"]].tolist()
+        lengths.add(len(numbers))
+        assert numbers == follows[numbers[0]][: len(numbers)]
+    assert 3 in lengths
+
+
+@EACH
+def test_a_state_is_not_changed_by_later_writes(kind):
+    buffer, batch = make(kind, 8), frames_of(1, 20, end=0.0)[0]
+    buffer.extend(batch[:8])
+    state, before = buffer.state_dict(), buffer.all_experiences()
+    buffer.extend(batch[8:13])
+    other = make(kind, 8)
+    other.load_state_dict(state)
+    assert_same(other.all_experiences(), before)
+
+
+@EACH
+def test_a_state_of_other_settings_or_of_the_other_buffer_is_refused_with_nothing_changed(kind):
+    batch = frames_of(1, 10)[0]
+    states = [make(kind, strategy="future").state_dict(), make(KINDS[1 - KINDS.index(kind)]).state_dict()]
+    for state, name in zip(states, ("strategy", "kind")):
+        buffer = make(kind)
+        buffer.extend(batch)
+        before = buffer.all_experiences()
+        with pytest.raises(ValueError, match=f"the state is of a buffer with {name}="):
+            buffer.load_state_dict(state)
+        assert_same(buffer.all_experiences(), before)
 
 
 SAVER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,13 @@ from torchrl_safety.data.hindsight import HindsightTransform
 from torchrl_safety.data.prioritized import PrioritizedSampler
 from torchrl_safety.data.successors import Successors, TrajectoryNumbers
 
+_LINKS_FILE = "successors.pt"
+
 VALID = "valid"
 """Entry of a sample that tells which steps of a sequence exist."""
+
+STAMP = "priority_stamp"
+"""Under which a prioritized sampler notes on an index when it was drawn."""
 
 SIGNALS = ("reward", "safety_margin", "target_margin", "terminated")
 """What n-step rows keep of each step, where the frames hold it."""
@@ -110,6 +116,7 @@ class HindsightReplayBuffer(TensorDictReplayBuffer):
         )
         self.hindsight = hindsight
         self._successors = Successors(capacity)
+        self._wanted = (1, 1, 1.0)
 
     def _make_sampler(self, capacity: int) -> Sampler:
         return RandomSampler()
@@ -128,14 +135,17 @@ class HindsightReplayBuffer(TensorDictReplayBuffer):
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> Tensor:
         """Store frames, and the hindsight copies of the episodes that they end; returns the slots of all new items."""
         _refuse_recurrent(tensordicts)
-        index = super().extend(tensordicts, update_priority=update_priority)
-        self._successors.write(index.flatten(), *self._numbers.take())
+        with self._replay_lock:  # else a sample in between would follow links that are not there yet
+            self._numbers.take()  # what a write that failed has left
+            index = super().extend(tensordicts, update_priority=update_priority)
+            self._successors.write(index.flatten(), *self._numbers.take())
         return index
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Drop every item, and the episodes that are still open."""
-        super().empty(empty_write_count)
-        self._successors.clear()
+        with self._replay_lock:
+            super().empty(empty_write_count)
+            self._successors.clear()
 
     def sample(
         self,
@@ -168,27 +178,42 @@ class HindsightReplayBuffer(TensorDictReplayBuffer):
         positive("n_steps", n_steps, remedy="1 gives one-step transitions")
         if not 0 <= gamma <= 1:
             raise ValueError(f"gamma must lie in [0, 1], got {gamma}.")
-        batch, info = super().sample(batch_size, return_info=True)
-        batch.set(VALID, torch.ones(*batch.shape, 1, dtype=torch.bool, device=batch.device))
-        if sequence_length > 1 or n_steps > 1:
-            batch = self._expanded(batch, sequence_length, n_steps, gamma)
-        return (batch, info) if return_info else batch
+        with self._replay_lock:
+            self._wanted = (sequence_length, n_steps, gamma)
+            return super().sample(batch_size, return_info)
 
-    def _expanded(self, batch: TensorDictBase, length: int, n_steps: int, gamma: float) -> TensorDictBase:
-        slot, exists = self._successors.follow(batch["index"], length + n_steps - 1)
-        rows = self._storage.get(slot)
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        length, n_steps, gamma = self._wanted
+        with self._replay_lock, self._write_lock:
+            index, info = self._sampler.sample(self._storage, batch_size)
+            slot, exists = self._successors.follow(index, length + n_steps - 1)
+            rows = self._storage.get(slot)
         ended = rows["next", "done"].squeeze(-1).long()
         exists = exists & (ended.cumsum(-1) - ended == 0)  # a relabelled step may end its trajectory
         last = exists.sum(-1, keepdim=True) - 1
         position = torch.arange(slot.shape[1], device=slot.device).minimum(last)
         draw = torch.arange(len(slot), device=slot.device).reshape(-1, 1, 1)
-        result = _windows(rows[draw, position.unfold(-1, n_steps, 1)], exists.unfold(-1, n_steps, 1), gamma)
-        of_draw = {key: value for key, value in batch.items() if key not in rows.keys()}  # noqa: SIM118
-        for key, value in of_draw.items():
-            result.set(key, value.unsqueeze(1).expand(-1, length, *value.shape[1:]))
-        result.set("index", slot.gather(1, position)[:, :length])
-        result.set(VALID, exists[:, :length].unsqueeze(-1))
-        return result if length > 1 else result[:, 0]
+        batch = _windows(rows[draw, position.unfold(-1, n_steps, 1)], exists.unfold(-1, n_steps, 1), gamma)
+        batch.set(VALID, exists[:, :length].unsqueeze(-1))
+        for name, value in info.items():
+            info[name] = value.unsqueeze(-1).expand(-1, length)
+        # Steps that are not there have the index -1, which an update of priorities passes over.
+        info["index"] = torch.where(exists[:, :length], slot.gather(1, position)[:, :length], -1)
+        if length == 1:
+            batch, info = batch[:, 0], {name: value[:, 0] for name, value in info.items()}
+        if (stamp := getattr(index, STAMP, None)) is not None:
+            info["index"].priority_stamp = stamp
+        return self._transform(batch.unlock_()), info
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Give the items of a sample the priorities that stand in it; in sequences, each step its own."""
+        if data.ndim < 2:
+            super().update_tensordict_priority(data)
+            return
+        index = data.get("index")
+        rows = data.reshape(-1).set("index", index.reshape(-1))
+        vars(rows["index"]).update(vars(index))
+        super().update_tensordict_priority(rows)
 
     def all_experiences(self) -> TensorDictBase:
         """Every item, the oldest first, copied."""
@@ -230,7 +255,13 @@ class HindsightReplayBuffer(TensorDictReplayBuffer):
                 f"trajectory_length={trajectory_length} needs {wanted} frames, the buffer holds {len(originals)}; "
                 "give a smaller one."
             )
-        frames = self._storage.get(originals[-wanted:]).exclude(RELABELLED)
+        chosen = originals[-wanted:]
+        frames = self._storage.get(chosen).exclude(RELABELLED)
+        if self._successors.breaks(chosen, frames["next", "done"].flatten(), self.hindsight.num_envs or 1):
+            raise ValueError(
+                f"the newest {trajectory_length} frames are of more than one stream, between which no episode ended "
+                "(the transform was cleared): give a smaller trajectory_length."
+            )
         if self.hindsight.num_envs is not None:
             frames = frames.reshape(trajectory_length, -1).transpose(0, 1)
         return self.hindsight.copies_of(frames)
@@ -258,10 +289,10 @@ class HindsightReplayBuffer(TensorDictReplayBuffer):
     def resize(self, capacity: int) -> None:
         """Change the capacity; the newest items stay, in their order and with their priorities."""
         positive("capacity", capacity, remedy="give the number of items to keep")
-        kept = self._by_age()[-capacity:]
-        items = self._storage.get(kept).clone() if len(kept) else None
-        sampler = self._resized_sampler(kept, capacity)
         with self._replay_lock, self._write_lock:
+            kept = self._by_age()[-capacity:]
+            items = self._storage.get(kept).clone() if len(kept) else None
+            sampler = self._resized_sampler(kept, capacity)
             self._successors = self._successors.moved(kept, capacity)
             self.set_storage(LazyTensorStorage(capacity))
             self._writer.register_storage(self._storage)
@@ -296,24 +327,45 @@ class HindsightReplayBuffer(TensorDictReplayBuffer):
         self.load_state_dict(torch.load(Path(path).expanduser(), weights_only=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Items, open episodes, priorities, links between steps and random state, as tensors and plain values."""
-        return {
-            **super().state_dict(),
-            "capacity": self.capacity,
-            "successors": self._successors.state_dict(),
-        }
+        """Items, open episodes, priorities, links between steps and random state: copies, tensors and plain values."""
+        with self._replay_lock:
+            parts = {**super().state_dict(), "successors": self._successors.state_dict()}
+            return {**copy.deepcopy(parts), "settings": self._settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`; raises ValueError, with nothing changed, if it has other settings."""
         state = dict(state_dict)
-        if (saved := state.pop("capacity")) != self.capacity:
-            raise ValueError(
-                f"the state is of a buffer with capacity={saved}, this one has capacity={self.capacity}; build it with "
-                f"the former, and resize({self.capacity}) it afterwards."
-            )
+        self._check_settings(state.pop("settings"))
         successors = state.pop("successors")
-        super().load_state_dict(state)
-        self._successors.load_state_dict(successors)
+        with self._replay_lock:
+            super().load_state_dict(state)
+            self._successors.load_state_dict(successors)
+
+    def dumps(self, path: str | Path) -> None:
+        """Save into a folder, as TorchRL's buffers do."""
+        with self._replay_lock:
+            super().dumps(path)
+            links = {"settings": self._settings(), "successors": self._successors.state_dict()}
+            torch.save(links, Path(path) / _LINKS_FILE)
+
+    def loads(self, path: str | Path) -> None:
+        """Continue from :meth:`dumps`."""
+        links = torch.load(Path(path) / _LINKS_FILE, weights_only=True)
+        self._check_settings(links["settings"])
+        with self._replay_lock:
+            super().loads(path)
+            self._successors.load_state_dict(links["successors"])
+
+    def _settings(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, "capacity": self.capacity, **self.hindsight._settings()}
+
+    def _check_settings(self, saved: dict[str, Any]) -> None:
+        for name, value in self._settings().items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"the state is of a buffer with {name}={saved.get(name)!r}, this one has {name}={value!r}; build "
+                    "it as the saved one was" + (f", and resize({value}) it afterwards" * (name == "capacity")) + "."
+                )
 
 
 class HindsightPrioritizedReplayBuffer(HindsightReplayBuffer):
@@ -382,6 +434,9 @@ class HindsightPrioritizedReplayBuffer(HindsightReplayBuffer):
     def beta(self) -> float:
         """Exponent of the importance weights at the next draw."""
         return self._sampler.beta
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), **self._sampler._fixed_settings()}
 
     def _resized_sampler(self, kept: Tensor, capacity: int) -> Sampler:
         return self._sampler.resized(kept, capacity)

@@ -66,6 +66,11 @@ class Successors:
             valid.append(exists)
         return torch.stack(slots, -1).to(slot.device), torch.stack(valid, -1).to(slot.device)
 
+    def breaks(self, slot: Tensor, ended: Tensor, num_envs: int) -> bool:
+        """Whether a trajectory changes between steps of `num_envs` streams side by side, `[T * N]`, without an end."""
+        number = self._trajectory[slot.cpu()].reshape(-1, num_envs)
+        return bool(((number[1:] != number[:-1]) & ~ended.cpu().reshape(-1, num_envs)[:-1]).any())
+
     def moved(self, slot: Tensor, capacity: int) -> Successors:
         """The links among the items of these slots, oldest first, in a buffer that holds them as its first items."""
         moved = Successors(capacity)
