@@ -52,10 +52,15 @@ def filled_buffer(capacity: int, batch_size: int, transform: HindsightRelabel | 
 
 @pytest.mark.parametrize("batch_size", [32, 256])
 @pytest.mark.parametrize("capacity", SIZES)
-@pytest.mark.parametrize("kind", ["plain", "final", "future", "episode"])
+@pytest.mark.parametrize("kind", ["plain", "final", "future", "episode", "reward only"])
 @pytest.mark.benchmark(group="hindsight sample")
 def test_sample(benchmark, kind, capacity, batch_size):
-    transform = None if kind == "plain" else HindsightRelabel(reward, terminated_fn=reached, strategy=kind)
+    if kind == "plain":
+        transform = None
+    elif kind == "reward only":  # where reaching the goal does not end an episode
+        transform = HindsightRelabel(reward)
+    else:
+        transform = HindsightRelabel(reward, terminated_fn=reached, strategy=kind)
     buffer = filled_buffer(capacity, batch_size, transform)
     benchmark(buffer.sample)
 
