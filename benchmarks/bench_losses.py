@@ -1,10 +1,11 @@
 """Forward and backward of every loss beside the same maths written by hand, and beside TorchRL's own loss.
 
 Run with `OMP_NUM_THREADS=1 python -m pytest benchmarks/bench_losses.py --benchmark-columns=median`: one table per loss,
-in processor time of this thread, with the ratio to its fastest row in brackets. With `COMPILED=1` before it there is a
-row of `torch.compile(loss, fullgraph=True)` too, which takes minutes to compile. The hand-written rows use plain
-modules and tensors, give all that the loss gives (its terms, what it logs, the priorities), and the loss is checked
-against them, numbers and gradients, before the clock starts. TorchRL's losses do the like work for other targets.
+in processor time of this thread, with the ratio to its fastest row in brackets. With `COMPILED=1` before it there are
+rows of `torch.compile(loss, fullgraph=True)` and of the compiled hand-written form too, which take minutes to compile.
+The hand-written rows use plain modules and tensors, give all that the loss gives (its terms, what it logs, the
+priorities), and the loss is checked against them, numbers and gradients, before the clock starts. TorchRL's losses do
+the like work for other targets.
 """
 
 import copy
@@ -105,8 +106,9 @@ class Rivals(NamedTuple):
     batch: TensorDict
 
     def row(self, way: str) -> Row:
-        if way == "by_hand":
-            return Row(self.by_hand, self.parameters, self.batch)
+        if way.startswith("by_hand"):
+            call = torch.compile(self.by_hand) if way == "by_hand_compiled" else self.by_hand
+            return Row(call, self.parameters, self.batch)
         loss = self.torchrl if way == "torchrl" else self.ours
         call = torch.compile(loss, fullgraph=True) if way == "compiled" else loss
         return Row(lambda: call(self.batch), list(loss.parameters()), self.batch)
@@ -377,7 +379,7 @@ LOSSES: dict[str, Callable[[], Rivals]] = {
 }
 
 
-WAYS = ["by_hand", "ours", "torchrl"] + ["compiled"] * ("COMPILED" in os.environ)
+WAYS = ["by_hand", "ours", "torchrl"] + ["compiled", "by_hand_compiled"] * ("COMPILED" in os.environ)
 
 
 @pytest.mark.benchmark(max_time=0.7, timer=time.thread_time)
