@@ -156,4 +156,4 @@ def test_sequence_index(benchmark, capacity):
     storage = filled_buffer(capacity, 256, RandomSampler(), prioritized=False).storage
     first = torch.randint(capacity, (256,))
 
-    benchmark(lambda: sequence_index(storage, first, 8))
+    benchmark(lambda: sequence_index(storage, first, 8, cursor=0))

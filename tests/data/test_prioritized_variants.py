@@ -273,14 +273,6 @@ def test_items_of_time_and_environments_keep_their_priorities_through_a_wrap_aro
     assert (after[~is_new] == 9.0).all()
 
 
-def test_a_storage_of_more_items_than_the_sampler_has_slots_is_refused():
-    # Thirteen items do not make whole rows of three environments: the storage takes fifteen.
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(13, ndim=2), sampler=PrioritizedSampler(13), batch_size=2)
-    buffer.extend(TensorDict({"x": torch.zeros(3, 4)}, [3, 4]))
-    with pytest.raises(IndexError, match="the sampler has max_capacity=13"):
-        buffer.extend(TensorDict({"x": torch.zeros(3, 1)}, [3, 1]))
-
-
 def test_an_index_that_was_changed_after_the_draw_is_looked_at_again():
     buffer = make(100, 3, batch_size=4)
     index, _ = buffer.sampler.sample(buffer.storage, 4)

@@ -11,6 +11,8 @@ from torchrl_safety.data.priority_tree import GroupExtreme, group_of
 
 _GROUP = 64
 _LATEST = 2**31 - 1
+# How a default priority of 0 is kept, whose minus would look like an updated 0.
+_ZERO = torch.finfo(torch.float64).tiny
 
 
 class ItemRecords:
@@ -41,13 +43,12 @@ class ItemRecords:
     def priorities(self, slot: Tensor | None = None) -> Tensor:
         """The priorities of the slots `[B]`, of all of them when `None`, float64; -1 where there is no item."""
         signed = self._signed.view(-1)
-        signed = signed.narrow(0, 0, self.capacity) if slot is None else signed.index_select(0, slot)
-        return torch.where(signed == -torch.inf, -1.0, signed.abs())
+        return _priority_of(signed.narrow(0, 0, self.capacity) if slot is None else signed.index_select(0, slot))
 
     def default_priority(self) -> Tensor:
         """The priority of a new item, `[]` float64: the largest that came with an update, 1 before the first."""
         highest = self._largest.read(self._signed) if self.forgets_evicted else self._highest_ever
-        is_known = highest > 0 if self.forgets_evicted else highest >= 0
+        is_known = highest >= 0
         if highest.device.type == "cpu":
             return highest if is_known.item() else torch.ones_like(highest)
         return torch.where(is_known, highest, 1.0)
@@ -65,7 +66,7 @@ class ItemRecords:
             _fill(signed, slots, -torch.inf)
             self._largest.forget(group_of(slots))
         priority = self.default_priority()
-        _fill(signed, slots, -priority)
+        _fill(signed, slots, _as_default(priority))
         return priority
 
     def update(self, slot: Tensor, priority: Tensor, applies: Tensor | None) -> None:
@@ -74,8 +75,8 @@ class ItemRecords:
         if slot.numel() == 1:
             # `TensorDictReplayBuffer.add` hands a new item's default priority back as if it were an error.
             known = self._signed.view(-1).index_select(0, slot)
-            is_news = known.isinf() | ((priority - known.abs()).abs() > 1e-6 * known.abs())
-            signed = torch.where(is_news, priority, priority.copysign(known))
+            is_news = known.isinf() | ((priority - known.abs()).abs() > 1e-6 * known.abs() + _ZERO)
+            signed = torch.where(is_news | (known >= 0), priority, _as_default(priority))
             updated = is_news if applies is None else applies & is_news
         else:
             signed = priority
@@ -133,6 +134,17 @@ class ItemRecords:
         self._highest_ever.copy_(state_dict["highest_ever"])
         self._signed.copy_(state_dict["signed_priority"])
         self._largest.forget_all()
+
+
+def _as_default(priority: Tensor) -> Tensor:
+    """How default priorities are kept: below 0, also those of 0."""
+    return priority.clamp_min(_ZERO).neg_()
+
+
+def _priority_of(signed: Tensor) -> Tensor:
+    """What is kept, as priorities, -1 where there is no item."""
+    size = torch.where(signed == -_ZERO, 0.0, signed.abs())
+    return torch.where(signed == -torch.inf, -1.0, size)
 
 
 def _fill(target: Tensor, slots: Tensor | slice, value: Tensor | float) -> None:

@@ -14,7 +14,17 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_safety.data.item_records import ItemRecords
-from torchrl_safety.data.priority_rows import checked_priorities, flat_slots, run_of, tensor_on
+from torchrl_safety.data.priority_rows import (
+    check_alpha,
+    check_choice,
+    check_range,
+    check_size,
+    checked_priorities,
+    flat_slots,
+    items_in,
+    run_of,
+    tensor_on,
+)
 from torchrl_safety.data.priority_tree import PriorityTree, last_row_of_each_slot
 from torchrl_safety.data.ranks import RankTable
 
@@ -31,13 +41,13 @@ class PrioritizedSampler(Sampler):
 
     Schaul et al. 2015, "Prioritized Experience Replay", section 3.3 and equations 1 and 2. N is the number of items in
     the buffer, k the number of `sample()` calls so far. A new item gets the largest priority seen, 1 before the first
-    update. NaN, infinite and negative priorities are refused and change nothing (on CUDA a device-side assertion stops
-    the program). Updates from a batch that aim at a slot written since it was drawn are dropped, as long as the batch
-    holds the very `"index"` tensor drawn from a one-dimensional storage; else (`clone()`, another device, slicing) call
-    `sampler.update_priority(index, priority, generation=batch["priority_stamp"])`.
+    update. NaN, infinite and negative priorities, and such whose leaves can overflow, are refused and change nothing
+    (on CUDA a device-side assertion stops the program). Updates from a batch that aim at a slot written since it was
+    drawn are dropped, as long as the batch holds the very `"index"` tensor drawn from a one-dimensional storage; else
+    (`clone()`, another device) call `sampler.update_priority(index, priority, generation=batch["priority_stamp"])`.
 
     Args:
-        max_capacity: number of items the storage can hold, over all its dimensions.
+        max_capacity: number of items the storage can hold, over all its dimensions, or more.
         alpha: exponent of the priorities, >= 0; 0 draws uniformly. It can be set at any time.
         beta: exponent of the importance weights at the first draw, in [0, 1].
         eps: added to every priority, >= 0.
@@ -82,14 +92,14 @@ class PrioritizedSampler(Sampler):
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        _check_range("alpha", alpha, 0.0, torch.inf)
-        _check_range("beta", beta, 0.0, 1.0)
-        _check_range("eps", eps, 0.0, torch.inf)
+        check_range("alpha", alpha, 0.0, torch.inf)
+        check_range("beta", beta, 0.0, 1.0)
+        check_range("eps", eps, 0.0, torch.inf)
         if beta_annealing_steps is not None and not beta_annealing_steps >= 1:
             raise ValueError(f"beta_annealing_steps must be at least 1 or None, got {beta_annealing_steps}.")
-        _check_choice("weight_normalization", weight_normalization, ("batch", "buffer", None))
-        _check_choice("max_priority", max_priority, ("ever", "buffer"))
-        _check_choice("variant", variant, ("proportional", "rank"))
+        check_choice("weight_normalization", weight_normalization, ("batch", "buffer", None))
+        check_choice("max_priority", max_priority, ("ever", "buffer"))
+        check_choice("variant", variant, ("proportional", "rank"))
         if not isinstance(generator, torch.Generator | None):
             raise ValueError(
                 f"generator must be a torch.Generator or None, got {generator!r}: seed one with manual_seed."
@@ -104,6 +114,7 @@ class PrioritizedSampler(Sampler):
         self._records = ItemRecords(max_capacity, forgets_evicted=max_priority == "buffer", device=self.device)
         table = RankTable(sort_interval=sort_interval)
         self._ranks = table if variant == "rank" else None
+        self._check_alpha(self._alpha, max_capacity, 1.0)
         # What the buffer held when it was last seen; before that, it may hold anything.
         self._num_items = max_capacity
         # The index of the last draw and the version of its values, with which it need not be checked again.
@@ -155,8 +166,9 @@ class PrioritizedSampler(Sampler):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        _check_range("alpha", value, 0.0, torch.inf)
+        check_range("alpha", value, 0.0, torch.inf)
         if value != self._alpha:
+            self._check_alpha(float(value), self.max_size, self._largest())
             self._alpha = float(value)
             self._refill()
 
@@ -174,7 +186,7 @@ class PrioritizedSampler(Sampler):
                 f"beta cannot be set to {value} while it is annealed over {self._beta_annealing_steps} draws: build "
                 "the sampler with beta_annealing_steps=None to set it yourself."
             )
-        _check_range("beta", value, 0.0, 1.0)
+        check_range("beta", value, 0.0, 1.0)
         self._beta = float(value)
 
     @property
@@ -196,12 +208,13 @@ class PrioritizedSampler(Sampler):
 
         Raises:
             RuntimeError: if the buffer is empty, or all its priorities are 0 with eps = 0.
-            ValueError: if `batch_size` is less than 1.
+            ValueError: if `batch_size` is less than 1, or the storage can hold more items than the sampler.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}: ask for one item or more.")
         self._follow(storage)
-        self._num_items = num_items = len(storage)
+        check_size(storage, self.max_size)
+        self._num_items = num_items = items_in(storage)
         if num_items == 0:
             raise RuntimeError("the replay buffer is empty, so nothing can be sampled: add items before sampling.")
         if self._ranks is not None and self._ranks.is_due():
@@ -234,8 +247,8 @@ class PrioritizedSampler(Sampler):
             generation: `"priority_stamp"` of the batch, int or `[B]`; read off `index` where that carries it.
 
         Raises:
-            ValueError: if a priority is NaN, infinite or negative, the indices are no integers, or the shapes do not
-                match. Nothing has changed.
+            ValueError: if a priority is NaN, infinite, negative or so large that sums of leaves can overflow, the
+                indices are no integers, or the shapes do not match. Nothing has changed.
             IndexError: if an index lies beyond the items of the buffer (on a CPU). Nothing has changed.
         """
         self._follow(storage)
@@ -246,7 +259,8 @@ class PrioritizedSampler(Sampler):
             slot, applies = index, None
         else:
             slot, applies = self._slots(index, storage, is_drawn=generation is not None)
-        priority = checked_priorities(priority, slot)
+        alpha = self._alpha if self._ranks is None else 0.0
+        priority = checked_priorities(priority, slot, alpha=alpha, eps=self._eps, capacity=self.max_size)
         if not slot.numel():
             return
         if generation is not None and not is_current:
@@ -263,9 +277,15 @@ class PrioritizedSampler(Sampler):
             self._ranks.changed(slot.numel())
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Take note that items were written: each gets `default_priority`, and updates drawn before are stale."""
+        """Take note that items were written: each gets `default_priority`, and updates drawn before are stale.
+
+        Raises:
+            ValueError: if the storage can hold more items than the sampler.
+        """
         self._follow(storage)
-        self._num_items = self.max_size if storage is None else len(storage)
+        if storage is not None:
+            check_size(storage, self.max_size)
+        self._num_items = self.max_size if storage is None else items_in(storage)
         run = run_of(index) if self.device.type == "cpu" else None
         if run is not None and run.start >= 0 and run.stop <= min(self._num_items, self.max_size):
             self._tree.write_run(run, self._leaf(self._records.write(run)))
@@ -280,9 +300,17 @@ class PrioritizedSampler(Sampler):
         """A sampler of another capacity in which the items of these slots `[M]` come first, with their priorities.
 
         It goes on with the random numbers and the annealing of this one, which is of no use any more.
+
+        Raises:
+            ValueError: if there are more slots than the capacity, or so many items that sums of leaves can overflow.
         """
+        if len(slot) > max_capacity:
+            raise ValueError(f"max_capacity={max_capacity} is less than the {len(slot)} items to keep: keep fewer.")
+        tree = PriorityTree(max_capacity, device=self.device)
+        self._check_alpha(self._alpha, max_capacity, self._largest())
         sampler = copy(self)
-        sampler._tree = PriorityTree(max_capacity, device=self.device)
+        sampler._rng = self._rng  # a copy leaves the generator of its buffer behind
+        sampler._tree = tree
         sampler._records = self._records.moved(slot.to(self.device), max_capacity)
         if self._ranks is not None:
             sampler._ranks = RankTable(sort_interval=self._ranks.sort_interval)
@@ -357,6 +385,14 @@ class PrioritizedSampler(Sampler):
             return self._ranks.leaf(priority, alpha=self._alpha)
         return (priority + self._eps).pow_(self._alpha)
 
+    def _largest(self) -> Tensor:
+        """The largest priority that an item has or can get by default, `[]` float64."""
+        return torch.maximum(self._records.priorities().amax(), self._records.default_priority())
+
+    def _check_alpha(self, alpha: float, capacity: int, priority: float | Tensor) -> None:
+        # A rank's leaf is at most 1.
+        check_alpha(alpha if self._ranks is None else 0.0, priority, eps=self._eps, capacity=capacity)
+
     def _refill(self) -> None:
         """Give every item its leaf anew."""
         priority = self._records.priorities()
@@ -390,7 +426,7 @@ class PrioritizedSampler(Sampler):
     def _slots(
         self, index: int | Tensor, storage: Storage | None, is_drawn: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        num_items = min(self._num_items if storage is None else len(storage), self.max_size)
+        num_items = min(self._num_items if storage is None else items_in(storage), self.max_size)
         return flat_slots(
             index, storage, capacity=self.max_size, num_items=num_items, device=self.device, is_drawn=is_drawn
         )
@@ -416,16 +452,6 @@ def _new_generator(source: torch.Generator | None, device: torch.device) -> torc
     origin = "cpu" if source is None else source.device
     seed = torch.randint(2**63 - 1, (), generator=source, device=origin).item()
     return torch.Generator(device).manual_seed(int(seed))
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not (low <= value <= high) or value == torch.inf:
-        raise ValueError(f"{name} must lie in [{low:g}, {high:g}] and be finite, got {value}.")
-
-
-def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
 
 
 # `TensorDictReplayBuffer` updates priorities only where its sampler is an instance of TorchRL's class.

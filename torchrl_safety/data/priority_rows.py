@@ -1,6 +1,9 @@
-"""Indices and priorities, in the forms that users and TorchRL pass them, as checked rows."""
+"""What users and TorchRL pass to a prioritized sampler, checked: indices and priorities as rows, sizes, settings."""
 
 from __future__ import annotations
+
+import math
+import sys
 
 import torch
 from torch import Tensor
@@ -66,11 +69,67 @@ def run_of(index: int | Tensor) -> slice | None:
     return slice(start, start + num_rows) if is_run else None
 
 
-def checked_priorities(priority: float | Tensor, slot: Tensor) -> Tensor:
-    """`priority` as float64 `[B]` for the slots `[B]`.
+def items_in(storage: Storage) -> int:
+    """Number of items in a storage, which counts in whole rows where it has several dimensions."""
+    if storage.ndim == 1:
+        return len(storage)
+    shape = storage.shape
+    return 0 if shape is None else shape.numel()
+
+
+def check_size(storage: Storage, capacity: int) -> None:
+    """Refuse a storage with more slots than a sampler of that `capacity`.
 
     Raises:
-        ValueError: if a priority is NaN, infinite or negative, or there is neither one for each slot nor one for all.
+        ValueError: if it has.
+    """
+    num_slots = storage.max_size
+    if storage.ndim > 1 and (shape := storage.shape) is not None:
+        width = shape[1:].numel()
+        num_slots = -(-num_slots // width) * width
+    if num_slots > capacity:
+        raise ValueError(
+            f"max_capacity={capacity} of the sampler is less than the {num_slots} items that its storage can hold: "
+            f"build the sampler with max_capacity={num_slots}, or a smaller storage."
+        )
+
+
+def largest_priority(*, alpha: float, eps: float, capacity: int) -> float:
+    """The largest priority of which `capacity` items have leaves `(priority + eps)^alpha` with a finite sum."""
+    highest = sys.float_info.max
+    # Half of it is left to rounding.
+    exponent = math.log(highest / 2 / capacity) / alpha if alpha else math.inf
+    return (math.exp(exponent) if exponent < math.log(highest) else highest) - eps
+
+
+def check_alpha(alpha: float, priority: float | Tensor, *, eps: float, capacity: int) -> None:
+    """Refuse an `alpha` with which `capacity` items of the largest `priority`, `[]`, may have no finite sum.
+
+    Raises:
+        ValueError: if it is too large (on CUDA a device-side assertion stops the program).
+    """
+    largest = largest_priority(alpha=alpha, eps=eps, capacity=capacity)
+    if isinstance(priority, Tensor) and priority.device.type == "cuda":
+        torch._assert_async(priority <= largest)
+    elif priority > largest:
+        raise ValueError(
+            f"alpha={alpha:g} is too large for the priority {float(priority):g}: the sum of (priority + eps)^alpha "
+            f"over {capacity} items with eps={eps:g} can overflow; choose a smaller alpha, or keep priorities to at "
+            f"most {largest:g}; nothing was changed."
+        )
+
+
+def checked_priorities(priority: float | Tensor, slot: Tensor, *, alpha: float, eps: float, capacity: int) -> Tensor:
+    """`priority` as float64 `[B]` for the slots `[B]`.
+
+    Args:
+        priority: one for each slot, or one for all.
+        slot: int64 `[B]`.
+        alpha, eps, capacity: what bounds the priorities, see :func:`largest_priority`.
+
+    Raises:
+        ValueError: if a priority is NaN, infinite, negative or too large, or there is neither one for each slot nor one
+            for all.
     """
     if isinstance(priority, Tensor):
         priority = priority.detach()
@@ -83,8 +142,9 @@ def checked_priorities(priority: float | Tensor, slot: Tensor) -> Tensor:
     priority = priority.reshape(-1)
     if priority.shape != slot.shape:
         priority = priority.expand(slot.shape)
+    largest = largest_priority(alpha=alpha, eps=eps, capacity=capacity)
     if priority.device.type == "cuda":
-        torch._assert_async(((priority >= 0) & (priority < torch.inf)).all())
+        torch._assert_async(((priority >= 0) & (priority <= largest)).all())
     elif priority.numel():
         lowest, highest = (bound.item() for bound in priority.aminmax())
         if not (lowest >= 0 and highest < torch.inf):
@@ -92,6 +152,12 @@ def checked_priorities(priority: float | Tensor, slot: Tensor) -> Tensor:
             raise ValueError(
                 f"priority is {bad}: pass finite errors that are not negative, such as the unweighted |TD error|; "
                 "nothing was changed."
+            )
+        if highest > largest:
+            raise ValueError(
+                f"priority is {highest:g}, with which the sum of (priority + eps)^alpha can overflow at "
+                f"alpha={alpha:g}: scale or clip the errors to at most {largest:g}, or set a smaller alpha; nothing "
+                "was changed."
             )
     return priority
 
@@ -101,3 +167,15 @@ def tensor_on(value: float | Tensor, dtype: torch.dtype, device: torch.device) -
     if isinstance(value, int | float):
         return torch.full((), value, dtype=dtype, device=device)
     return torch.as_tensor(value, dtype=dtype, device=device)
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Refuse a setting outside `[low, high]`, or infinite."""
+    if not (low <= value <= high) or value == torch.inf:
+        raise ValueError(f"{name} must lie in [{low:g}, {high:g}] and be finite, got {value}.")
+
+
+def check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    """Refuse a setting that is none of the `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
