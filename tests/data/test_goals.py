@@ -1,18 +1,15 @@
-"""Laws of goals: where they stand, what relabelling recomputes, and which states give them."""
+"""Laws of goals: where they stand, and what relabelling recomputes."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-from collections import Counter
 
 import pytest
 import torch
-from line_goals import RADIUS, distance, line_frames, not_by_chance, reached, relabelled, reward
+from line_goals import RADIUS, distance, line_frames, reached, relabelled, reward
 from tensordict import TensorDict
 
-from torchrl_safety.data.goals import GoalCondition, GoalRelabel, draw_distinct, draw_goals
+from torchrl_safety.data.goals import GoalCondition, GoalRelabel
 
 BY_INDEX = GoalCondition("observation", [1, 2], "observation", [4, 3])
 
@@ -222,62 +219,79 @@ def test_entries_that_would_be_recomputed_must_be_there():
         GoalRelabel(reward).measurements(frames.exclude("next"))
 
 
-@pytest.mark.parametrize("num_goals", range(1, 9))
-@pytest.mark.parametrize("strategy", ["final", "episode", "future"])
-def test_each_step_gets_as_many_distinct_goals_as_it_can(strategy, num_goals):
+@pytest.mark.parametrize("index", [None, [2, 0]])
+@pytest.mark.parametrize("shape", [(3, 3), (3, 3, 3)])
+def test_goals_with_several_feature_dimensions_stay_in_their_rows(shape, index):
     rng = torch.Generator().manual_seed(0)
-    for length in range(1, 7):
-        seen = {t: Counter() for t in range(length)}
-        for _ in range(60):
-            step, state = (each.tolist() for each in draw_goals(strategy, length, num_goals, rng))
-            assert step == sorted(step)
-            for t in range(length):
-                drawn = [k for s, k in zip(step, state) if s == t]
-                offered = {"final": 1, "episode": length + 1, "future": length - t}[strategy]
-                assert len(drawn) == len(set(drawn)) == min(offered, 1 if strategy == "final" else num_goals)
-                seen[t].update(drawn)
-        for t, counts in seen.items():
-            whole = {"final": {length}, "episode": set(range(length + 1)), "future": set(range(t + 1, length + 1))}
-            assert set(counts) == whole[strategy]
+    state, goal = ({"image": torch.rand(3, *shape, generator=rng), "goal": torch.zeros(3, *shape)} for _ in range(2))
+    frames = TensorDict({**state, "next": {**goal, "reward": torch.zeros(3, 1)}}, [3])
+    relabel = GoalRelabel(
+        lambda transition: transition["next", "reward"], goal_conditions=GoalCondition("image", index, "goal", index)
+    )
+    before, chosen = frames.clone(), [True, False, True]
+    relabel.relabel_(frames, relabel.measurements(frames), torch.tensor(chosen).unsqueeze(-1))
+    for row, was, is_chosen in zip(frames, before, chosen):
+        expected = torch.zeros(shape)
+        for column in (range(3) if index is None else index) if is_chosen else ():
+            expected[..., column] = was["next", "image"][..., column]
+        assert torch.equal(row["goal"], expected)
+        assert torch.equal(row["next", "goal"], expected)
+        assert torch.equal(row["next", "image"], was["next", "image"])
 
 
-def test_every_set_of_goals_is_equally_likely():
-    rng = torch.Generator().manual_seed(1)
-    for count, num_draws in ((5, 1), (5, 3), (6, 2), (7, 7)):
-        low = torch.arange(100_000)
-        row, value = draw_distinct(low, torch.full_like(low, count), num_draws, rng)
-        sets = (value - row).reshape(-1, num_draws).sort(-1).values
-        counts = Counter(map(tuple, sets.tolist()))
-        assert sum(counts.values()) == 100_000
-        assert not not_by_chance(counts, math.comb(count, num_draws))
+@pytest.mark.parametrize("index", [None, [0]])
+def test_a_measurement_is_never_cut_to_fit_a_goal_of_integers(index):
+    condition = GoalCondition("position", index, "cell", index)
+    state = TensorDict({"position": torch.tensor([1.5]), "cell": torch.tensor([7])}, [])
+    with pytest.raises(ValueError, match=r"type torch.float32, as 'position' .* cut .* 'cell' of type torch.int64"):
+        condition.set_goal(state, condition.measurement(state))
+    assert state["cell"].tolist() == [7]
+    state = TensorDict({"position": torch.tensor([3]), "cell": torch.tensor([7.0])}, [])
+    condition.set_goal(state, condition.measurement(state))
+    assert state["cell"].tolist() == [3.0]
 
 
-def test_the_check_of_uniformity_can_fail():
-    assert not_by_chance(Counter({0: 50_500, 1: 49_500 - 1_500, 2: 50_000}), 3)
-    assert not not_by_chance(Counter({0: 50_100, 1: 49_900, 2: 50_000}), 3)
+def without(*key):
+    return lambda frames: frames.exclude(key if len(key) > 1 else key[0])
 
 
-def test_draws_repeat_with_their_generator_and_do_not_touch_the_global_one():
-    make = functools.partial(draw_goals, "episode", 50, 4)
-    torch.manual_seed(3)
-    first = make(torch.Generator().manual_seed(5))
-    drawn = torch.rand(3)
-    torch.manual_seed(3)
-    assert torch.equal(torch.rand(3), drawn)
-    second = make(torch.Generator().manual_seed(5))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
+def replaced(key, change):
+    return lambda frames: frames.clone().set(key, change(frames[key]))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("change", "error", "message"),
     [
-        (("last", 3, 4), "strategy must be one of .* got 'last'"),
-        (("random", 3, 4), "'random' takes goals of any episode"),
-        (("final", 0, 4), "length must be an integer of at least 1, got 0"),
-        (("final", 3, 0), "num_goal_samples must be an integer of at least 1, got 0"),
-        (("final", 3, True), "num_goal_samples must be .* got True"),
+        (without("next", "achieved_goal"), KeyError, "'achieved_goal' is missing"),
+        (without("desired_goal"), KeyError, "desired_goal.* is missing"),
+        (without("next", "desired_goal"), KeyError, "desired_goal.* is missing"),
+        (without("next", "reward"), KeyError, "'reward' is missing"),
+        (without("next", "terminated"), KeyError, "'terminated' is missing"),
+        (without("next", "target_margin"), KeyError, "'target_margin' is missing"),
+        (replaced("desired_goal", torch.Tensor.long), ValueError, "would be cut to fit the goal"),
+        (replaced("desired_goal", lambda value: value.repeat(1, 1, 2)), ValueError, "does not fit the goal"),
+        (
+            replaced(("next", "reward"), lambda value: value[..., 0]),
+            ValueError,
+            r"shape \[2, 4\], expected \[2, 4, 1\]",
+        ),
+        (replaced(("next", "terminated"), torch.Tensor.float), ValueError, "expected torch.bool"),
     ],
 )
-def test_a_draw_that_makes_no_sense_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        draw_goals(*arguments)
+def test_frames_that_could_not_be_relabelled_are_found_without_a_call(change, error, message):
+    def fail(transition):
+        raise AssertionError("called")
+
+    relabel = GoalRelabel(fail, terminated_fn=fail, target_margin_fn=fail)
+    frames = line_frames(2, 4)
+    frames["next", "target_margin"] = torch.zeros(2, 4, 1)
+    relabel.check(frames)
+    with pytest.raises(error, match=message):
+        relabel.check(change(frames))
+
+
+def test_the_measurement_at_the_root_counts_where_it_may_be_a_goal():
+    relabel, frames = GoalRelabel(reward), line_frames(2, 4).exclude("achieved_goal")
+    relabel.check(frames)
+    with pytest.raises(KeyError, match=r"achieved_goal.* is missing"):
+        relabel.check(frames, at_start=True)

@@ -26,7 +26,7 @@ from line_goals import (
 )
 from tensordict import TensorDict
 
-from torchrl_safety.data import GoalCondition, HindsightTransform
+from torchrl_safety.data import GoalCondition, HindsightTransform, NStepTransform
 
 
 def hindsight(num_envs=None, *, seed=0, **settings):
@@ -352,3 +352,25 @@ def test_frames_that_come_in_are_not_changed():
     before = batch.clone()
     hindsight(2).inv(batch)
     assert_same(batch, before)
+
+
+@pytest.mark.parametrize("n_steps", [None, 2])
+def test_goals_that_are_images_are_those_of_whole_states(n_steps):
+    # Two steps with three goals each are six copies, as many as an image has lines.
+    image = torch.arange(3.0).reshape(3, 1, 1).expand(3, 6, 6) + torch.rand(6, 6, generator=torch.Generator())
+    ended = torch.tensor([[False], [True]])
+    following = {"achieved_goal": image[1:], "desired_goal": torch.zeros(2, 6, 6), "reward": torch.zeros(2, 1)}
+    following |= {"terminated": torch.zeros_like(ended), "truncated": ended}
+    frames = TensorDict({"achieved_goal": image[:2], "desired_goal": torch.zeros(2, 6, 6), "next": following}, [2])
+    transform = HindsightTransform(
+        lambda transition: transition["next", "reward"],
+        strategy="episode",
+        n_step=None if n_steps is None else NStepTransform(n_steps),
+    )
+    copies = transform.inv(frames)[2:]
+    assert len(copies) == 6
+    for row in copies:
+        assert torch.equal(row["next", "desired_goal"], row["desired_goal"])
+    found = Counter(int(row["desired_goal"][0, 0]) for row in copies)
+    assert found == {0: 2, 1: 2, 2: 2}
+    assert all(torch.equal(row["desired_goal"], image[int(row["desired_goal"][0, 0])]) for row in copies)

@@ -59,7 +59,7 @@ def test_every_row_of_a_buffer_has_the_same_entries_and_sampling_changes_nothing
 
 
 def test_each_copy_has_a_priority_of_its_own():
-    sampler = PrioritizedSampler(1000, alpha=1.0, eps=0.0, generator=torch.Generator().manual_seed(0))
+    sampler = PrioritizedSampler(10_000, alpha=1.0, eps=0.0, generator=torch.Generator().manual_seed(0))
     rb = buffer_with(hindsight(2, strategy="future"), sampler=sampler)
     index = rb.extend(line_frames(2, 30, seed=3))
     assert len(index) == len(rb)
@@ -237,7 +237,8 @@ def test_memory_follows_the_open_episodes_and_not_the_frames_written():
     open_episodes = OpenEpisodes()
     ended = torch.zeros(5000, 1, dtype=torch.bool)
     ended[-3] = True
-    steps = open_episodes.write({("x",): torch.arange(5000.0).reshape(5000, 1, 1)}, ended)
-    assert steps.entries["x",].flatten().tolist() == list(range(4998))
+    staged = open_episodes.stage({("x",): torch.arange(5000.0).reshape(5000, 1, 1)}, ended)
+    open_episodes.commit(staged)
+    assert staged.steps.entries["x",].flatten().tolist() == list(range(4998))
     assert sum(value.nbytes for value in open_episodes._entries.values()) <= 64 * 4
     assert open_episodes.state()["entries"]["x",].flatten().tolist() == [4998, 4999]

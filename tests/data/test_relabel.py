@@ -267,9 +267,8 @@ def test_a_wrong_setting_is_named(settings, name):
 
 def test_a_missing_signal_is_named():
     rb = buffer_with(relabel(n_steps=2, signals=("cost",)), 10, 4)
-    rb.extend(Envs(1).steps(10))
     with pytest.raises(KeyError, match="cost"):
-        rb.sample()
+        rb.extend(Envs(1).steps(10))
 
 
 def goal_frames(num_rows: int) -> TensorDict:
@@ -362,3 +361,31 @@ def test_an_entry_without_a_trailing_dimension_is_named():
     frames["next", "reward"] = torch.zeros(8)
     with pytest.raises(ValueError, match=r"\('next', 'reward'\) has shape \[8\], expected \[8, 1\]"):
         GoalRelabel(reward)(frames, [frames["next", "achieved_goal"]])
+
+
+@pytest.mark.parametrize("n_steps", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_goals_that_are_images_are_those_of_whole_states(strategy, n_steps):
+    image = torch.arange(5.0).reshape(5, 1, 1).expand(5, 6, 6) + torch.rand(6, 6, generator=torch.Generator())
+    ends = torch.arange(4).unsqueeze(-1) == 3
+    following = {"achieved_goal": image[1:], "desired_goal": torch.full((4, 6, 6), -1.0), "reward": torch.zeros(4, 1)}
+    following |= {"terminated": torch.zeros_like(ends), "truncated": ends}
+    state = {"achieved_goal": image[:4], "desired_goal": torch.full((4, 6, 6), -1.0)}
+    transform = HindsightRelabel(
+        lambda transition: transition["next", "reward"],
+        share=0.5,
+        strategy=strategy,
+        n_steps=n_steps,
+        generator=torch.Generator().manual_seed(0),
+    )
+    rb = buffer_with(transform, 4, batch_size=6)  # as many rows as an image has lines
+    rb.extend(TensorDict({**state, "next": following}, [4]))
+    seen = set()
+    for _ in range(30):
+        for row in rb.sample():
+            goal = row["desired_goal"]
+            number = int(goal[0, 0])
+            assert torch.equal(goal, image[number] if row["relabelled"] else torch.full((6, 6), -1.0))
+            assert torch.equal(row["next", "desired_goal"], goal)
+            seen.add(number)
+    assert seen == {"final": {-1, 4}, "future": {-1, 1, 2, 3, 4}, "episode": {-1, 0, 1, 2, 3, 4}}[strategy]

@@ -234,3 +234,72 @@ def test_frames_of_another_layout_are_refused():
 def test_a_call_outside_a_buffer_is_refused():
     with pytest.raises(RuntimeError, match="outside a replay buffer"):
         relabel()(Envs(1).steps(4))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("capacity", [9, 30])
+def test_a_state_of_a_buffer_of_another_size_is_refused(layout, capacity):
+    rb, other = (buffer_with(relabel(layout), size, 4, layout) for size in (15, capacity))
+    envs = Envs(NUM_ENVS[layout])
+    rb.extend(envs.steps(3))
+    with pytest.raises(ValueError, match=rf"a buffer of 15 slots, this one has {capacity}"):
+        other.load_state_dict(rb.state_dict())
+    other = buffer_with(relabel(layout), capacity, 4, layout)
+    other.transform.load_state_dict(rb.transform.state_dict())
+    with pytest.raises(ValueError, match=rf"a buffer of 15 slots, this one has {capacity}"):
+        other.extend(envs.steps(1))
+    other.empty()
+    other.extend(envs.steps(3))
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+@pytest.mark.parametrize("write", ["extend", "add"])
+def test_after_a_write_that_failed_in_the_storage_nothing_is_sampled_until_the_buffer_is_emptied(write, n_steps):
+    envs = Envs(1)
+    rb = buffer_with(relabel(n_steps=n_steps), 30, 64)
+    rb.extend(envs.steps(8))
+    wrong = envs.steps(3)
+    wrong["achieved_goal"] = torch.zeros(3, 7)
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        rb.extend(wrong) if write == "extend" else rb.add(wrong[0])
+    saved = rb.state_dict()
+    twin = buffer_with(relabel(n_steps=n_steps), 30, 64)
+    twin.load_state_dict(saved)
+    for buffer in (rb, twin):
+        with pytest.raises(RuntimeError, match=r"A write of the buffer failed .* call rb.empty\(\)"):
+            buffer.sample()
+        with pytest.raises(RuntimeError, match=r"A write of the buffer failed .* call rb.empty\(\)"):
+            buffer.extend(envs.steps(1))
+        buffer.empty()
+        fresh = Envs(1)
+        buffer.extend(fresh.steps(8))
+        assert {frame for frame, _, _ in rows_of(buffer.sample())} <= set(fresh.written)
+
+
+def test_a_write_that_is_refused_before_it_reaches_the_storage_does_no_harm():
+    envs = Envs(1)
+    rb = buffer_with(relabel(), 30, 64)
+    rb.extend(envs.steps(8))
+    with pytest.raises(KeyError, match="terminated"):
+        rb.extend(Envs(1).steps(3).exclude(("next", "terminated")))
+    rb.extend(envs.steps(3))
+    assert {frame for frame, _, _ in rows_of(rb.sample())} <= set(envs.written)
+
+
+@pytest.mark.parametrize(
+    ("key", "strategy"),
+    [
+        ("desired_goal", "future"),
+        (("next", "desired_goal"), "future"),
+        (("next", "achieved_goal"), "final"),
+        ("achieved_goal", "episode"),
+        (("next", "reward"), "future"),
+    ],
+)
+def test_what_relabelling_needs_must_be_there_at_the_first_write(key, strategy):
+    rb = buffer_with(relabel(strategy=strategy), 30, 64)
+    name = key if isinstance(key, str) else key[-1]
+    with pytest.raises(KeyError, match=f"{name}.* is missing"):
+        rb.extend(Envs(1).steps(4).exclude(key))
+    rb.extend(Envs(1).steps(4))
+    rb.sample()

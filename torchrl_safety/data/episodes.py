@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_safety.data.draws import draw_distinct
 from torchrl_safety.data.frames import Entries, Kinds, check_kinds, kinds
-from torchrl_safety.data.goals import draw_distinct
+from torchrl_safety.data.goals import over_features
 
 _SMALLEST = 16
 
@@ -24,6 +25,17 @@ class Steps(NamedTuple):
     step: Tensor
     length: Tensor
     first: Tensor
+
+
+class Staged(NamedTuple):
+    """Frames that were staged: their kinds, whether they end their episodes, bool `[T, N]`, and the episodes so ended.
+
+    The episodes stand by time and then env; None where there are none.
+    """
+
+    kinds: Kinds
+    ended: Tensor
+    steps: Steps | None
 
 
 class OpenEpisodes:
@@ -43,25 +55,35 @@ class OpenEpisodes:
         self._room = 0
         self._longest = 0  # an upper bound of the counts, known without waiting for an accelerator
 
-    def write(self, frames: Entries, ended: Tensor) -> Steps | None:
-        """Add frames `[T, N, *]`; the episodes that they end, bool `[T, N]`, by time and then env, or None."""
-        self._prepare(frames, ended)
+    def stage(self, frames: Entries, ended: Tensor) -> Staged:
+        """Put frames `[T, N, *]` with these ends, bool `[T, N]`, behind the others; :meth:`commit` makes them count."""
+        now = kinds(frames)
+        self._prepare(frames, now, ended)
         length, num_envs = ended.shape
         env = torch.arange(num_envs, device=ended.device)
         slot = env * self._room + self._count + torch.arange(length, device=ended.device).unsqueeze(1)
         for path, value in frames.items():
             self._entries[path].flatten(0, 1).index_copy_(0, slot.flatten(), value.flatten(0, 1))
         time, env = ended.nonzero(as_tuple=True)
-        if not len(time):
-            self._count = self._count + length
-            return None
-        steps = self._ended_steps(ended, time, env)
-        self._keep_the_rest(ended)
-        return steps
+        return Staged(now, ended, self._ended_steps(ended, time, env) if len(time) else None)
+
+    def commit(self, staged: Staged) -> None:
+        """Count the frames that were staged last, and let go of the episodes that they end."""
+        self._kinds = staged.kinds
+        if staged.steps is not None:
+            self._keep_the_rest(staged.ended)
+        else:
+            self._count = self._count + len(staged.ended)
+            self._longest += len(staged.ended)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no frames were committed yet, so that any kind of frames may come."""
+        return not self._kinds
 
     def state(self) -> dict[str, Any] | None:
         """The frames as plain values, without the room to grow."""
-        if not self._entries:
+        if self.is_new:
             return None
         longest = int(self._count.max())
         return {
@@ -81,29 +103,31 @@ class OpenEpisodes:
         }
         self._room = self._longest = int(self._count.max())
 
-    def _prepare(self, frames: Entries, ended: Tensor) -> None:
+    def _prepare(self, frames: Entries, now: Kinds, ended: Tensor) -> None:
         """Room for the frames, on their device, after a look at their kind."""
-        now = kinds(frames)
-        if not self._entries:
-            self._kinds = now
+        if not self.is_new:
+            check_kinds(self._kinds, now)
+        else:
+            self._room = self._longest = 0
             self._entries = {
                 path: value.new_empty(value.shape[1], 0, *value.shape[2:]) for path, value in frames.items()
             }
             self._count = torch.zeros(ended.shape[1], dtype=torch.long, device=ended.device)
-        check_kinds(self._kinds, now)
         if self._count.device != ended.device:
             self._count = self._count.to(ended.device)
             self._entries = {path: value.to(ended.device) for path, value in self._entries.items()}
-        self._longest += len(ended)
-        if self._longest > self._room:
-            self._resize(max(self._longest, 2 * self._room, _SMALLEST))
+        needed = self._longest + len(ended)
+        if needed > self._room:
+            self._resize(max(needed, 2 * self._room, _SMALLEST))
 
     def _resize(self, room: int) -> None:
         kept = min(room, self._room)
-        for path, value in self._entries.items():
-            self._entries[path] = value.new_zeros(value.shape[0], room, *value.shape[2:])
-            self._entries[path][:, :kept] = value[:, :kept]
-        self._room = room
+        resized = {
+            path: value.new_zeros(value.shape[0], room, *value.shape[2:]) for path, value in self._entries.items()
+        }
+        for path, value in resized.items():
+            value[:, :kept] = self._entries[path][:, :kept]
+        self._entries, self._room = resized, room
 
     def _ended_steps(self, ended: Tensor, time: Tensor, env: Tensor) -> Steps:
         before = torch.where(ended, torch.arange(len(ended), device=ended.device).unsqueeze(1), -1)
@@ -153,28 +177,57 @@ class PastGoals:
         self._written = 0
 
     def write(self, measured: Sequence[Tensor]) -> None:
-        """Add goals, one `[M, m]` for each condition; the oldest make room."""
-        if not self._goals:
-            self._goals = [values.new_zeros(self.capacity, *values.shape[1:]) for values in measured]
+        """Add goals, one `[M, *]` for each condition; the oldest make room."""
+        self._prepare(measured)
         num = len(measured[0])
         device = measured[0].device
         slot = torch.arange(self._written, self._written + num, device=device)[-self.capacity :] % self.capacity
         for i, values in enumerate(measured):
-            self._goals[i] = self._goals[i].to(device)
             self._goals[i].index_copy_(0, slot, values[-self.capacity :].to(self._goals[i].dtype))
         self._written += num
 
-    def draw(self, num_rows: int, num_draws: int, generator: torch.Generator) -> tuple[Tensor, list[Tensor]]:
-        """Distinct goals for each row, all equally likely: row of each draw, `[M]`, and goals `[M, m]`."""
+    def draw(
+        self, num_rows: int, num_draws: int, generator: torch.Generator, new: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Distinct goals for each row, as if the `new` ones were written already, all equally likely.
+
+        Returns:
+            Row of each draw, `[M]`, and its goals, one `[M, *]` for each condition.
+        """
+        num_new = len(new[0]) if new else 0
+        held = min(self._written + num_new, self.capacity)
+        if not held:
+            raise ValueError(
+                "strategy 'random' has no goals to draw from: none was achieved since the transform was made, emptied "
+                "or cleared; write frames first, or take another strategy."
+            )
+        if new:
+            self._prepare(new)
         low = torch.zeros(num_rows, dtype=torch.long, device=self._goals[0].device)
-        count = torch.full_like(low, min(self._written, self.capacity))
-        row, which = draw_distinct(low, count, num_draws, generator)
-        return row, [goals.index_select(0, which) for goals in self._goals]
+        row, which = draw_distinct(low, torch.full_like(low, held), num_draws, generator)
+        if not num_new:
+            return row, [goals.index_select(0, which) for goals in self._goals]
+        kept = min(num_new, self.capacity)
+        # Where a slot stands among those that the new goals are going to fill.
+        place = (which - (self._written + num_new - kept)) % self.capacity
+        is_new, place = place < kept, place.clamp(max=kept - 1) + (num_new - kept)
+        drawn = []
+        for old, values in zip(self._goals, new):
+            values = values.index_select(0, place).to(old.dtype)
+            drawn.append(torch.where(over_features(is_new.unsqueeze(1), values), values, old.index_select(0, which)))
+        return row, drawn
+
+    def _prepare(self, measured: Sequence[Tensor]) -> None:
+        """A ring for such goals, on their device."""
+        if not self._written:
+            self._goals = [values.new_zeros(self.capacity, *values.shape[1:]) for values in measured]
+        elif self._goals[0].device != measured[0].device:
+            self._goals = [goals.to(measured[0].device) for goals in self._goals]
 
     def state(self) -> dict[str, Any]:
         """The goals as plain values."""
         held = min(self._written, self.capacity)
-        return {"written": self._written, "goals": [goals[:held].clone() for goals in self._goals]}
+        return {"written": self._written, "goals": [goals[:held].clone() for goals in self._goals if held]}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state`."""

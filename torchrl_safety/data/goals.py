@@ -1,4 +1,4 @@
-"""Goals of goal-conditioned tasks: where they stand, how a transition is relabelled, which ones an episode offers."""
+"""Goals of goal-conditioned tasks: where they stand, and how a transition is relabelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 RELABELLED = "relabelled"
-STRATEGIES = ("final", "episode", "future", "random")
 
 TransitionFunction = Callable[[TensorDictBase], Tensor]
 
@@ -30,9 +29,9 @@ class GoalCondition:
     the root of a transition or its ``"next"``.
 
     Args:
-        measurement_key (key): entry that holds the measurement, `[*B, D]`, in the unit of the goal.
+        measurement_key (key): entry that holds the measurement, `[*B, *, D]`, in the unit of the goal.
         measurement_index (sequence of ints or None): its elements in the last dimension, from 0; None for all.
-        goal_key (key): entry that holds the goal, `[*B, D']`; may be the entry of the measurement.
+        goal_key (key): entry that holds the goal, `[*B, *, D']`; may be the entry of the measurement.
         goal_index (sequence of ints or None): its elements, matched to those of the measurement one by one.
 
     Raises:
@@ -82,20 +81,28 @@ class GoalCondition:
         return cls((*start, "achieved_goal"), None, (*start, "desired_goal"), None)
 
     def measurement(self, state: TensorDictBase) -> Tensor:
-        """The measurement of a state, `[*B, m]`."""
+        """The measurement of a state, `[*B, *, m]`."""
         return _elements(state, self.measurement_key, self.measurement_index)
 
     def goal(self, state: TensorDictBase) -> Tensor:
-        """The goal of a state, `[*B, m]`."""
+        """The goal of a state, `[*B, *, m]`."""
         return _elements(state, self.goal_key, self.goal_index)
 
     def set_goal(self, state: TensorDictBase, goal: Tensor) -> None:
-        """Puts `goal` `[*B, m]` into the state, in a new tensor of the dtype that the entry has."""
+        """Puts `goal` `[*B, *, m]` into the state, in a new tensor of the dtype that the entry has."""
         state.set(self.goal_key, _entry(state, self.goal_key).clone())
         self.write_goal(state, goal)
 
     def write_goal(self, state: TensorDictBase, goal: Tensor, where: Tensor | None = None) -> None:
-        """Writes `goal` `[*B, m]` into the entry that the state has, in rows `where` bool `[*B, 1]`, or in all."""
+        """Writes `goal` `[*B, *, m]` into the entry that the state has, in rows `where` bool `[*B, 1]`, or in all."""
+        elements = self.check_fit(state, goal)
+        _write(elements, goal if goal.dtype == elements.dtype else goal.to(elements.dtype), where)
+        if self.goal_index is not None:  # the elements are a copy
+            entry: Tensor = state.get(self.goal_key)
+            entry[..., _positions(self.goal_index, entry.device)] = elements
+
+    def check_fit(self, state: TensorDictBase, goal: Tensor) -> Tensor:
+        """The goal of a state, once another goal fits its place; raises ValueError where it does not."""
         elements = self.goal(state)
         if goal.shape != elements.shape:
             raise ValueError(
@@ -103,10 +110,12 @@ class GoalCondition:
                 f"{list(elements.shape)}; make measurement_index and goal_index of {self} name the same number of "
                 "elements."
             )
-        _write(elements, goal if goal.dtype == elements.dtype else goal.to(elements.dtype), where)
-        if self.goal_index is not None:  # the elements are a copy
-            entry: Tensor = state.get(self.goal_key)
-            entry[..., _positions(self.goal_index, entry.device)] = elements
+        if not torch.can_cast(goal.dtype, elements.dtype):
+            raise ValueError(
+                f"A goal of type {goal.dtype}, as {self.measurement_key!r} measures it, would be cut to fit the goal "
+                f"{self.goal_key!r} of type {elements.dtype}; store both in one type."
+            )
+        return elements
 
 
 class GoalRelabel:
@@ -172,17 +181,41 @@ class GoalRelabel:
         self.keep_failures = keep_failures
 
     def measurements(self, transitions: TensorDictBase) -> list[Tensor]:
-        """What the states that the steps lead to measure, one `[*B, m]` for each condition."""
+        """What the states that the steps lead to measure, one `[*B, *, m]` for each condition."""
         following = _following(transitions)
         return [condition.measurement(following) for condition in self.goal_conditions]
 
     def start_measurements(self, transitions: TensorDictBase) -> list[Tensor]:
-        """What the states that the steps start from measure, one `[*B, m]` for each condition."""
+        """What the states that the steps start from measure, one `[*B, *, m]` for each condition."""
         return [condition.measurement(transitions) for condition in self.goal_conditions]
+
+    def check(self, transitions: TensorDictBase, *, at_start: bool = False) -> None:
+        """Raises KeyError, IndexError or ValueError unless transitions can be relabelled; calls no function.
+
+        With `at_start`, what the states measure that the steps start from must fit as a goal, too.
+        """
+        following = _following(transitions)
+        for condition in self.goal_conditions:
+            for measured in (following, transitions) if at_start else (following,):
+                goal = condition.measurement(measured)
+                condition.check_fit(transitions, goal)
+                condition.check_fit(following, goal)
+        functions = {
+            "target_margin": self.target_margin_fn,
+            "terminated": self.terminated_fn,
+            "reward": self.reward_fn,
+        }
+        for key, function in functions.items():
+            if function is None:
+                continue
+            entry = _entry(following, key)
+            _check_shape(key, entry, transitions.batch_size)
+            if key == "terminated" and entry.dtype != torch.bool:
+                raise ValueError(f"Entry ('next', {key!r}) has type {entry.dtype}, expected torch.bool; convert it.")
 
     @torch.no_grad()
     def __call__(self, transitions: TensorDictBase, goals: Sequence[Tensor]) -> TensorDictBase:
-        """New transitions `[*B]` with these goals, one `[*B, m]` for each condition; the old ones are left alone."""
+        """New transitions `[*B]` with these goals, one `[*B, *, m]` for each condition; the old ones are left alone."""
         relabelled = transitions.copy()
         goal_keys = {condition.goal_key for condition in self.goal_conditions}
         for state, keys in (
@@ -273,89 +306,6 @@ def check_conditions(
     return conditions
 
 
-def check_strategy(strategy: str, num_goal_samples: int) -> None:
-    """Raises ValueError unless the strategy is known and the number of goals is a positive integer."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}.")
-    if isinstance(num_goal_samples, bool) or not isinstance(num_goal_samples, int) or num_goal_samples < 1:
-        raise ValueError(f"num_goal_samples must be an integer of at least 1, got {num_goal_samples!r}; 4 is usual.")
-
-
-def draw_goals(
-    strategy: str,
-    length: int,
-    num_goal_samples: int,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-) -> tuple[Tensor, Tensor]:
-    r"""Draws the states of one episode whose measurements become goals of its steps.
-
-    For step t of T, from 0: final :math:`\{T\}`, episode :math:`\min(K, T+1)` of :math:`0..T`, future
-    :math:`\min(K, T-t)` of :math:`t+1..T`, each without repetition (Andrychowicz et al. 2017, section 4.5). State k,
-    from 0, is the root of step k and the ``"next"`` of step k - 1.
-
-    Args:
-        strategy (str): "final", "episode" or "future".
-        length (int): number of steps T of the episode.
-        num_goal_samples (int): K, goals for each step; "final" has one.
-        generator (torch.Generator or None): source of random numbers; torch's global one when None.
-        device (device or None): where the result lives.
-
-    Returns:
-        Step and state of each pair, both int64 `[M]`, ordered by step.
-
-    Raises:
-        ValueError: for a strategy that does not take its goals from the episode, or a number that is not positive.
-
-    Examples:
-        >>> step, state = draw_goals("final", 3, 4)
-        >>> step.tolist(), state.tolist()
-        ([0, 1, 2], [3, 3, 3])
-    """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"length must be an integer of at least 1, got {length!r}; an episode has a step.")
-    step = torch.arange(length, device=device)
-    return draw_goals_of_steps(strategy, step, torch.full_like(step, length), num_goal_samples, generator)
-
-
-def draw_goals_of_steps(
-    strategy: str, step: Tensor, length: Tensor, num_goal_samples: int, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """:func:`draw_goals` for steps `[R]` of episodes of these lengths `[R]`: row and state of each pair, `[M]`."""
-    check_strategy(strategy, num_goal_samples)
-    if strategy == "final":
-        return torch.arange(len(step), device=step.device), length.clone()
-    if strategy == "episode":
-        return draw_distinct(torch.zeros_like(step), length + 1, num_goal_samples, generator)
-    if strategy == "future":
-        return draw_distinct(step + 1, length - step, num_goal_samples, generator)
-    raise ValueError(f"strategy {strategy!r} takes goals of any episode; use 'final', 'episode' or 'future' here.")
-
-
-def draw_distinct(
-    low: Tensor, count: Tensor, num_draws: int, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """Draws `min(num_draws, count)` distinct integers of `low .. low + count - 1` for each row.
-
-    Robert Floyd's algorithm, over all rows at once: the cost does not grow with `count` (Bentley & Floyd 1987, "A
-    sample of brilliance"). Every set is equally likely.
-
-    Returns:
-        Row and integer of each draw, int64 `[M]`, ordered by row.
-    """
-    origin = low.device if generator is None else generator.device
-    uniform = torch.rand(len(low), num_draws, dtype=torch.float64, generator=generator, device=origin).to(low.device)
-    draws = count.clamp(max=num_draws)
-    chosen = torch.full(uniform.shape, -1, dtype=torch.long, device=low.device)
-    for i in range(num_draws):
-        newest = count - draws + i
-        drawn = (uniform[:, i] * (newest + 1)).long().clamp_(max=newest)
-        taken = (chosen[:, :i] == drawn.unsqueeze(1)).any(1)
-        chosen[:, i] = torch.where(taken, newest, drawn)
-    row, column = (torch.arange(num_draws, device=low.device) < draws.unsqueeze(1)).nonzero(as_tuple=True)
-    return row, low[row] + chosen[row, column]
-
-
 def _check_key(name: str, key: Any) -> NestedKey:
     parts = (key,) if isinstance(key, str) else key
     if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str) for part in parts):
@@ -412,12 +362,17 @@ def _following(transitions: TensorDictBase) -> TensorDictBase:
     return following
 
 
+def over_features(where: Tensor, value: Tensor) -> Tensor:
+    """A mask `[*B, 1]` as one for all features of values `[*B, *]`, however many dimensions these have."""
+    return where.reshape(where.shape + (1,) * (value.ndim - where.ndim))
+
+
 def _write(entry: Tensor, value: Tensor, where: Tensor | None) -> None:
     """Writes the value, of the same dtype, into the memory of the entry, in some rows or in all."""
     if where is None:
         entry.copy_(value)
     else:
-        torch.where(where, value, entry, out=entry)
+        torch.where(over_features(where, entry), value, entry, out=entry)
 
 
 def _result(name: str, function: TransitionFunction, transitions: TensorDictBase, key: str, entry: Tensor) -> Tensor:
@@ -427,19 +382,30 @@ def _result(name: str, function: TransitionFunction, transitions: TensorDictBase
     if not isinstance(result, Tensor) or result.shape != shape:
         got = list(result.shape) if isinstance(result, Tensor) else f"a {type(result).__name__}"
         raise ValueError(f"{name} must return a tensor of shape {list(shape)}, got {got}; keep a trailing 1.")
-    if entry.shape != shape:
-        raise ValueError(
-            f"Entry ('next', {key!r}) has shape {list(entry.shape)}, expected {list(shape)}; unsqueeze it to [*B, 1]."
-        )
+    _check_shape(key, entry, transitions.batch_size)
     if result.dtype != entry.dtype:
         if not (result.is_floating_point() and entry.is_floating_point()):
             raise ValueError(
                 f"{name} must return {entry.dtype}, as ('next', {key!r}) is, got {result.dtype}; convert it."
             )
         result = result.to(entry.dtype)
-    if result.is_floating_point():
-        if result.device.type == "cuda":
-            torch._assert_async(result.isfinite().all())  # looking would mean waiting
-        elif not math.isfinite(result.sum().item()) and not result.isfinite().all():  # a sum may overflow
-            raise ValueError(f"{name} returned NaN or infinite values; return finite ones for every goal.")
+    check_finite(result, f"{name} returned NaN or infinite values; return finite ones for every goal.")
     return result
+
+
+def _check_shape(key: str, entry: Tensor, batch_size: torch.Size) -> None:
+    if entry.shape != (*batch_size, 1):
+        raise ValueError(
+            f"Entry ('next', {key!r}) has shape {list(entry.shape)}, expected {[*batch_size, 1]}; unsqueeze it to "
+            "[*B, 1]."
+        )
+
+
+def check_finite(value: Tensor, message: str) -> None:
+    """Raises ValueError with this message if the values are not all finite."""
+    if not value.is_floating_point():
+        return
+    if value.device.type == "cuda":
+        torch._assert_async(value.isfinite().all())  # looking would mean waiting
+    elif not math.isfinite(value.sum().item()) and not value.isfinite().all():  # a sum may overflow
+        raise ValueError(message)

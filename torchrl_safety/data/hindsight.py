@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.data import ReplayBuffer
 
-from torchrl_safety.data.episodes import OpenEpisodes, PastGoals, Steps
+from torchrl_safety.data.draws import check_strategy, draw_goals_of_steps
+from torchrl_safety.data.episodes import OpenEpisodes, PastGoals, Staged, Steps
 from torchrl_safety.data.frames import Entries, end_flags, following_of, positive, rows_of, time_major
 from torchrl_safety.data.goals import (
     RELABELLED,
     GoalCondition,
     GoalRelabel,
     TransitionFunction,
-    check_strategy,
-    draw_goals_of_steps,
+    check_finite,
+    over_features,
 )
 from torchrl_safety.data.nstep import NStepTransform
 from torchrl_safety.data.pending import PendingTransform, only
@@ -29,12 +31,13 @@ class HindsightTransform(PendingTransform):
 
     .. math:: (S_t, A_t, r_t, S_{t+1}) \to (S_t', A_t, f_R(S_t', A_t, S_{t+1}'), S_{t+1}'), \quad g' = m_k
 
-    with k drawn for each t by `strategy` (:func:`~torchrl_safety.data.goals.draw_goals`): "final" takes the last state,
+    with k drawn for each t by `strategy` (:func:`~torchrl_safety.data.draws.draw_goals`): "final" takes the last state,
     "future" and "episode" up to K distinct states after t, or of the whole episode (Andrychowicz et al. 2017,
     algorithm 1 and section 4.5), "random" up to K distinct goals among the `goal_memory` that any env achieved last.
     :class:`~torchrl_safety.data.goals.GoalRelabel` tells what is recomputed. Frames are stored at once; when an episode
     terminates or is truncated, its copies follow the frames of that write, ordered by episode, then step. Each copy is
-    an item with a priority of its own; bool ``"relabelled"`` `[M, 1]` tells it from an original.
+    an item with a priority of its own, at first the largest, so frames must not hold the buffer's priority key; bool
+    ``"relabelled"`` `[M, 1]` tells it from an original. Frames that are refused, also by a function, change nothing.
 
     It is for buffers whose storage has one batch dimension. Transforms that follow it in the list and have an inverse
     write first; the functions see what they wrote. ``rb.empty()`` and :meth:`clear` drop open episodes and goals; call
@@ -126,17 +129,14 @@ class HindsightTransform(PendingTransform):
     @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         buffer = self.writing_buffer()
-        frames = self._frames(tensordict)
-        following = following_of(frames)
-        _, ended = end_flags(following, type(self).__name__)
-        rows = self._originals(tensordict, frames, ended)
-        if ended.numel():
-            copies = self._copies(frames, ended, tensordict.device)
-            rows = torch.cat([part for part in (rows, copies) if part is not None]) if copies is not None else rows
+        _refuse_priorities(buffer, tensordict)
+        write = self._write(tensordict)
+        rows = write.rows
         if rows is None:
             self.check_order()
         elif buffer is not None and tensordict.ndim == 0:
             rows = only(rows)
+        self._commit(write)
         return rows
 
     def _frames(self, tensordict: TensorDictBase) -> Entries:
@@ -154,39 +154,74 @@ class HindsightTransform(PendingTransform):
             )
         return frames
 
-    def _originals(self, tensordict: TensorDictBase, frames: Entries, ended: Tensor) -> TensorDictBase | None:
+    def _check(self, rows: TensorDictBase) -> None:
+        """Refuses frames `[M]` that could not be relabelled once their episode ends."""
+        at_start = self.strategy == "episode"
+        if self._open.is_new:
+            self.relabel.check(rows, at_start=at_start)
+        measured = self.relabel.measurements(rows) + (self.relabel.start_measurements(rows) if at_start else [])
+        keys = [condition.measurement_key for condition in self.relabel.goal_conditions]
+        for key, values in zip(keys * 2, measured):
+            check_finite(
+                values, f"Measurement {key!r} holds NaN or infinite values, which are no goals; mend the frames."
+            )
+
+    def _write(self, tensordict: TensorDictBase) -> _Write:
+        """All that a write comes to; nothing that counts changes yet."""
+        frames = self._frames(tensordict)
+        _, ended = end_flags(following_of(frames), type(self).__name__)
+        rows = rows_of({path: value.flatten(0, 1) for path, value in frames.items()}, ended.numel(), tensordict.device)
+        self._check(rows)
+        achieved = self.relabel.measurements(rows) if self.strategy == "random" else []
+        write = _Write(rows if ended.numel() else None, ended, achieved)
         if self.n_step is not None:
-            rows = self.n_step.push(tensordict)
-        elif ended.numel():
-            entries = {path: value.flatten(0, 1) for path, value in frames.items()}
-            rows = rows_of(entries, ended.numel(), tensordict.device)
-            if self.numbers is not None:
-                self.numbers.originals(ended)
-        else:
-            rows = None
-        return None if rows is None else _marked(rows, False)
+            originals, pending = self.n_step.advance(tensordict)
+            write = write._replace(rows=originals, pending=pending)
+        if write.rows is not None:
+            _mark(write.rows, False)
+        if not ended.numel():
+            return write
+        staged = self._open.stage(frames, ended)
+        write = write._replace(staged=staged)
+        if staged.steps is None:
+            return write
+        generator = self._generator.clone_state()
+        copies = self._copied(staged.steps, tensordict.device, generator, achieved)
+        rows = copies.rows if write.rows is None else torch.cat([write.rows, copies.rows])
+        return write._replace(rows=rows, copies=copies, generator=generator)
 
-    def _copies(self, frames: Entries, ended: Tensor, device: torch.device | None) -> TensorDictBase | None:
-        """The hindsight copies of the episodes that these frames end, `[M]`, or None."""
-        if self.strategy == "random":
-            entries = {path: value.flatten(0, 1) for path, value in frames.items()}
-            self._past_goals.write(self.relabel.measurements(rows_of(entries, ended.numel(), device)))
-        steps = self._open.write(frames, ended)
-        return None if steps is None else self._copied(steps, device)
+    def _commit(self, write: _Write) -> None:
+        """Makes a write count, once nothing of it can fail any more."""
+        if self.n_step is not None:
+            self.n_step.keep(write.pending)
+        if write.staged is None:
+            return
+        self._open.commit(write.staged)
+        if write.achieved:
+            self._past_goals.write(write.achieved)
+        if write.generator is not None:
+            self._generator.set_state(write.generator.get_state())
+        if self.numbers is not None and self.n_step is None:
+            self.numbers.originals(write.ended)
+        if self.numbers is not None and write.copies is not None:
+            self.numbers.copies(write.copies.trajectory, write.copies.step)
 
-    def _copied(self, steps: Steps, device: torch.device | None) -> TensorDictBase:
+    def _copied(
+        self, steps: Steps, device: torch.device | None, generator: torch.Generator, achieved: Sequence[Tensor] = ()
+    ) -> _Copies:
+        """The hindsight copies of whole episodes; `achieved` goals, one `[M, *]` for each condition, count as past."""
         episodes = rows_of(steps.entries, len(steps.step), device)
-        row, trajectory, goals = self._goals(episodes, steps)
-        if self.numbers is not None:
-            self.numbers.copies(trajectory, steps.step[row])
+        row, trajectory, goals = self._goals(episodes, steps, generator, achieved)
         if self.n_step is None:
-            return _marked(self.relabel(episodes[row], goals), True)
-        last = (steps.first + steps.length - 1)[row].unsqueeze(1)
-        window = row.unsqueeze(1) + torch.arange(self.n_step.n_steps, device=row.device)
-        window = torch.minimum(window, last)
-        goals = [goal.unsqueeze(1).expand(*window.shape, *goal.shape[1:]) for goal in goals]
-        relabelled = self.relabel(episodes[window], goals)
-        return _marked(self.n_step.rows_of_windows(relabelled, window == last), True)
+            rows = self.relabel(episodes[row], goals)
+        else:
+            last = (steps.first + steps.length - 1)[row].unsqueeze(1)
+            window = row.unsqueeze(1) + torch.arange(self.n_step.n_steps, device=row.device)
+            window = torch.minimum(window, last)
+            goals = [goal.unsqueeze(1).expand(*window.shape, *goal.shape[1:]) for goal in goals]
+            relabelled = self.relabel(episodes[window], goals)
+            rows = self.n_step.rows_of_windows(relabelled, window == last)
+        return _Copies(_mark(rows, True), trajectory, steps.step[row])
 
     def copies_of(self, frames: TensorDictBase) -> TensorDictBase:
         """The hindsight copies `[M]` of frames of the usual layout, as if episodes ended with them; nothing is kept."""
@@ -194,29 +229,26 @@ class HindsightTransform(PendingTransform):
         _, ended = end_flags(following_of(entries), type(self).__name__)
         ended = ended.clone()
         ended[-1:] = True
-        steps = OpenEpisodes().write(entries, ended)
+        steps = OpenEpisodes().stage(entries, ended).steps
         if steps is None:
             raise ValueError(f"The frames {list(frames.batch_size)} hold no step to copy; give some.")
-        copies = self._copied(steps, frames.device)
-        if self.numbers is not None:
-            self.numbers.take()
-        return copies
+        return self._copied(steps, frames.device, self._generator).rows
 
-    def _goals(self, episodes: TensorDictBase, steps: Steps) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _goals(
+        self, episodes: TensorDictBase, steps: Steps, generator: torch.Generator, achieved: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The steps to copy, as rows of `episodes`, a number for each goal of an episode, and the goals."""
         if self.strategy == "random":
-            row, goals = self._past_goals.draw(len(steps.step), self.num_goal_samples, self._generator)
+            row, goals = self._past_goals.draw(len(steps.step), self.num_goal_samples, generator, achieved)
             return row, torch.arange(len(row), device=row.device), goals
-        row, state = draw_goals_of_steps(
-            self.strategy, steps.step, steps.length, self.num_goal_samples, self._generator
-        )
+        row, state = draw_goals_of_steps(self.strategy, steps.step, steps.length, self.num_goal_samples, generator)
         first = steps.first[row]
         at = first + (state - 1).clamp(min=0)
         goals = [measured.index_select(0, at) for measured in self.relabel.measurements(episodes)]
         if self.strategy == "episode":
             start = [measured.index_select(0, first) for measured in self.relabel.start_measurements(episodes)]
             at_start = (state == 0).unsqueeze(1)
-            goals = [torch.where(at_start, before, goal) for before, goal in zip(start, goals)]
+            goals = [torch.where(over_features(at_start, goal), before, goal) for before, goal in zip(start, goals)]
         return row, 2 * first + state, goals
 
     def _settings(self) -> dict[str, Any]:
@@ -258,7 +290,36 @@ class HindsightTransform(PendingTransform):
             self.numbers.load(state["numbers"])
 
 
-def _marked(rows: TensorDictBase, relabelled: bool) -> TensorDictBase:
+class _Copies(NamedTuple):
+    """Hindsight copies, rows `[M]`, with a number for the trajectory of each, `[M]`, and the step in it, `[M]`."""
+
+    rows: TensorDictBase
+    trajectory: Tensor
+    step: Tensor
+
+
+class _Write(NamedTuple):
+    """What a write comes to: rows `[M]` to store, or none, and what changes once they can be stored."""
+
+    rows: TensorDictBase | None
+    ended: Tensor
+    achieved: list[Tensor]
+    pending: Any = None
+    staged: Staged | None = None
+    copies: _Copies | None = None
+    generator: torch.Generator | None = None
+
+
+def _refuse_priorities(buffer: ReplayBuffer | None, frames: TensorDictBase) -> None:
+    key = getattr(buffer, "priority_key", None)
+    if key is not None and key in frames.keys(True):
+        raise ValueError(
+            f"The frames hold {key!r}, the priority key of the buffer, but the error of a frame says nothing of its "
+            "copies with other goals; exclude it: new items get the largest priority."
+        )
+
+
+def _mark(rows: TensorDictBase, relabelled: bool) -> TensorDictBase:
     shape = (*rows.batch_size, 1)
     device = next(iter(rows.values(True, True))).device
     return rows.set(RELABELLED, torch.full(shape, relabelled, dtype=torch.bool, device=device))

@@ -100,17 +100,12 @@ class NStepTransform(PendingTransform):
     @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         buffer = self.writing_buffer()
-        rows, pending = self._advance(tensordict)
+        rows, pending = self.advance(tensordict)
         if rows is None:
             self.check_order()
         elif buffer is not None and tensordict.ndim == 0:
             rows = only(rows)
-        self._pending = pending
-        return rows
-
-    def push(self, frames: TensorDictBase) -> TensorDictBase | None:
-        """Takes the next frames and returns the rows that became ready, `[M]`, or None."""
-        rows, self._pending = self._advance(frames)
+        self.keep(pending)
         return rows
 
     def rows_of_windows(self, windows: TensorDictBase, last: Tensor) -> TensorDictBase:
@@ -124,8 +119,12 @@ class NStepTransform(PendingTransform):
         start, env = torch.zeros_like(valid[:, 0], dtype=torch.long), torch.arange(len(valid), device=valid.device)
         return self._rows(frames, following, _Windows(start, valid.sum(-1) - 1, env, valid), 0, windows.device)
 
-    def _advance(self, new_frames: TensorDictBase) -> tuple[TensorDict | None, _Frames | None]:
-        """The rows that new frames complete, and the frames to keep."""
+    def keep(self, pending: _Frames | None) -> None:
+        """Makes the frames that :meth:`advance` would keep the pending ones."""
+        self._pending = pending
+
+    def advance(self, new_frames: TensorDictBase) -> tuple[TensorDict | None, _Frames | None]:
+        """The rows `[M]` that new frames complete, or None, and the frames to keep; nothing changes yet."""
         new, following = self._split(new_frames, self.num_envs)
         held = 0 if self._pending is None else self._pending.ended.shape[0]
         frames = _join(self._pending, new)
@@ -183,7 +182,7 @@ class NStepTransform(PendingTransform):
                     f"{name}={getattr(self, name)!r}; build it with the former."
                 )
         pending = state["pending"]
-        self._pending = None if pending is None else _map(torch.clone, _Frames(**pending))
+        self.keep(None if pending is None else _map(torch.clone, _Frames(**pending)))
 
 
 class _Frames(NamedTuple):

@@ -37,7 +37,7 @@ class PendingTransform(Transform, abc.ABC):
 
     def train(self, mode: bool = True) -> PendingTransform:
         """Set the (unused) training mode; a buffer does this to each transform that it is given."""
-        self.attach(calling_buffer())
+        self.attach(calling_method()[0])
         return super().train(mode)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -46,10 +46,15 @@ class PendingTransform(Transform, abc.ABC):
 
     def writing_buffer(self) -> ReplayBuffer | None:
         """The buffer that is being written, attached and checked; None outside a buffer."""
-        buffer = calling_buffer()
+        buffer, method = calling_method()
         self.attach(buffer)
         if buffer is None:
             return None
+        if method not in ("add", "extend"):
+            raise RuntimeError(
+                f"{type(self).__name__} holds frames back and stores them later in turn, so they have no chosen slots; "
+                "write them with rb.extend or rb.add, not with rb[index] = frames."
+            )
         if buffer.dim_extend:
             raise ValueError(
                 f"{type(self).__name__} emits rows of batch shape [M], but the storage has {buffer.dim_extend + 1} "
@@ -102,18 +107,18 @@ def only(rows: TensorDictBase) -> TensorDictBase:
     return rows[0]
 
 
-def calling_buffer() -> ReplayBuffer | None:
-    """The replay buffer whose method is being run, if any.
-
-    A buffer does not tell its transforms about itself, but whenever it attaches or runs one it is on the call stack.
-    """
+def calling_method(*names: str) -> tuple[ReplayBuffer | None, str]:
+    """The replay buffer whose method is being run, if any, and the name of that method; only of these, where given."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, ReplayBuffer):
-            return owner
+        name = frame.f_code.co_name
+        # To look at the variables of a frame is slow.
+        if not names or name in names:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, ReplayBuffer):
+                return owner, name
         frame = frame.f_back
-    return None
+    return None, ""
 
 
 def _empty(buffer: ReplayBuffer, empty: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorStorage
 
 from torchrl_safety.data.frames import Key, end_flags, following_of, positive, public, time_major
-from torchrl_safety.data.goals import RELABELLED, GoalCondition, GoalRelabel, TransitionFunction
+from torchrl_safety.data.goals import RELABELLED, GoalCondition, GoalRelabel, TransitionFunction, over_features
 from torchrl_safety.data.nstep import TERMINATED, VALID, _check_signals
+from torchrl_safety.data.pending import calling_method
 from torchrl_safety.data.prioritized import _new_generator
-from torchrl_safety.data.sampled import SampledTransform, calling_method
+from torchrl_safety.data.sampled import SampledTransform
 from torchrl_safety.data.streams import DRAWS, Span, Streams
 
 _FRAME = "hindsight"
@@ -105,6 +106,7 @@ class HindsightRelabel(SampledTransform):
         self._streams: Streams | None = None
         # What the buffer's count of writes was when the streams began.
         self._uncounted = 0
+        self._is_writing = self._has_failed = False
 
     def __repr__(self) -> str:
         settings = f"strategy={self.strategy!r}, share={self.share}, num_envs={self.num_envs}, n_steps={self.n_steps}"
@@ -112,7 +114,12 @@ class HindsightRelabel(SampledTransform):
 
     def clear(self) -> None:
         """Forgets the streams, as when the buffer is emptied."""
-        self._streams = None
+        self._streams, self._has_failed = None, False
+
+    def end_write(self, is_stored: bool) -> None:
+        """Takes note of a write that failed after its frames were numbered: TorchRL counts its slots as written."""
+        self._has_failed |= self._is_writing and not is_stored
+        self._is_writing = False
 
     def end_episodes(self) -> None:
         """Ends the open episodes at their newest frames, as when envs are reset in the middle of an episode."""
@@ -147,6 +154,7 @@ class HindsightRelabel(SampledTransform):
         chance, uniform = uniform.to(position.device, non_blocking=True).unbind(0)
         # Transforms run after the sampling lock is released; what is read here must not be overwritten meanwhile.
         with buffer._replay_lock:
+            self._check_slots(buffer, streams)
             newest = self._num_stored(buffer) - 1
             oldest = newest - streams.capacity + 1
             span = Span(position, *streams.bounds_of(entry), oldest, streams.num_envs)
@@ -164,7 +172,7 @@ class HindsightRelabel(SampledTransform):
         if self.n_steps == 1:
             self.relabel.relabel_(rows, goals, is_relabelled)
         else:
-            goals = [goal.unsqueeze(1).expand(-1, self.n_steps, -1) for goal in goals]
+            goals = [goal.unsqueeze(1).expand(-1, self.n_steps, *goal.shape[1:]) for goal in goals]
             self.relabel.relabel_(rows, goals, is_relabelled.unsqueeze(-1))
             rows = self._joined(rows, is_valid)
         return rows.set(RELABELLED, is_relabelled)
@@ -183,7 +191,10 @@ class HindsightRelabel(SampledTransform):
         if is_start is not None:
             before = _At(frames, slots)
             starts = [condition.measurement(before) for condition in conditions]
-            goals = [torch.where(is_start.unsqueeze(-1), start, goal) for start, goal in zip(starts, goals)]
+            goals = [
+                torch.where(over_features(is_start.unsqueeze(-1), goal), start, goal)
+                for start, goal in zip(starts, goals)
+            ]
         return goals
 
     def _windows(
@@ -236,7 +247,12 @@ class HindsightRelabel(SampledTransform):
             num_envs = tensordict.batch_size[0]
         flags = tensordict.select(*_FLAGS, strict=False)
         _, ended = end_flags(following_of(time_major(flags, num_envs, name)), name)
-        frame = self._streams_of(buffer, ended).extend(ended).to(ended.device)
+        if self._streams is None:
+            self.relabel.check(tensordict, at_start=self.strategy == "episode")
+            for signal in self.signals if self.n_steps > 1 else ():
+                _signal(tensordict.get("next"), signal)
+        streams, self._is_writing = self._streams_of(buffer, ended), True
+        frame = streams.extend(ended).to(ended.device)
         if tensordict.ndim == 2 and buffer.storage.ndim == 1:
             tensordict = tensordict.transpose(0, 1).reshape(-1)
         elif tensordict.ndim == 2:
@@ -252,13 +268,22 @@ class HindsightRelabel(SampledTransform):
                 f"The frames are of {ended.shape[1]} envs, those before them of {self._streams.num_envs}; keep the "
                 "number of envs, or empty the buffer (rb.empty()) first."
             )
+        self._check_slots(buffer, self._streams)
         if self._num_stored(buffer) != self._streams.num_frames:
             raise RuntimeError(
                 f"HindsightRelabel numbered {self._streams.num_frames} frames, the buffer wrote "
-                f"{self._num_stored(buffer)}; let nothing else write to it, and call rb.empty() after a write that "
-                "failed."
+                f"{self._num_stored(buffer)}; let nothing else write to it, and call rb.empty()."
             )
         return self._streams
+
+    def _check_slots(self, buffer: ReplayBuffer, streams: Streams) -> None:
+        """Raises unless the slots of the buffer are those that were numbered, each filled."""
+        _check_capacity(buffer, streams)
+        if self._has_failed:
+            raise RuntimeError(
+                "A write of the buffer failed after HindsightRelabel had numbered its frames, so slots hold parts of "
+                "frames; call rb.empty() and start anew, or load a saved state."
+            )
 
     @property
     def _known(self) -> Streams:
@@ -276,6 +301,7 @@ class HindsightRelabel(SampledTransform):
         return {
             "streams": None if self._streams is None else self._streams.state_dict(),
             "uncounted": self._uncounted,
+            "has_failed": self._has_failed,
             "generator": self.generator.get_state(),
             "generator_device": self.generator.device.type,
         }
@@ -294,8 +320,12 @@ class HindsightRelabel(SampledTransform):
                 f"The checkpoint was written with num_envs={streams['num_envs']}, this HindsightRelabel has "
                 f"num_envs={self.num_envs}; build it with the former."
             )
-        self._streams = None if streams is None else Streams.from_state_dict(streams)
-        self._uncounted = state["uncounted"]
+        streams = None if streams is None else Streams.from_state_dict(streams)
+        buffer = calling_method()[0]
+        if streams is not None and buffer is not None:
+            _check_capacity(buffer, streams)
+        self._streams = streams
+        self._uncounted, self._has_failed = state["uncounted"], state["has_failed"]
         self.generator.set_state(state["generator"].cpu())
 
 
@@ -361,8 +391,22 @@ def _new_streams(buffer: ReplayBuffer, ended: Tensor) -> Streams:
             f"The storage has {storage.ndim} batch dimensions and max_size={storage.max_size}; HindsightRelabel takes "
             "one or two, and a size that is set."
         )
-    capacity = storage.max_size
-    if storage.ndim == 2:
-        capacity = -(-capacity // num_envs) * num_envs  # TorchRL rounds up to whole steps
     device = getattr(storage, "device", None)
-    return Streams(num_envs, capacity, ended.device if device in (None, "auto") else torch.device(device))
+    device = ended.device if device in (None, "auto") else torch.device(device)
+    return Streams(num_envs, _capacity(buffer, num_envs), device)
+
+
+def _capacity(buffer: ReplayBuffer, num_envs: int) -> int:
+    """Number of slots of a buffer, over all dimensions of its storage."""
+    capacity = buffer.storage.max_size
+    # TorchRL rounds up to whole steps.
+    return capacity if buffer.storage.ndim == 1 else -(-capacity // num_envs) * num_envs
+
+
+def _check_capacity(buffer: ReplayBuffer, streams: Streams) -> None:
+    capacity = _capacity(buffer, streams.num_envs)
+    if capacity != streams.capacity:
+        raise ValueError(
+            f"HindsightRelabel follows a buffer of {streams.capacity} slots, this one has {capacity}; load the state "
+            "into a buffer of the size that the saved one had."
+        )

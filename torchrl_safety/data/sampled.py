@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
-import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -14,7 +13,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_safety.data.goals import RELABELLED
-from torchrl_safety.data.pending import PendingTransform
+from torchrl_safety.data.pending import PendingTransform, calling_method
 from torchrl_safety.data.prioritized import PrioritizedSampler
 
 
@@ -33,6 +32,10 @@ class SampledTransform(Transform, abc.ABC):
     @abc.abstractmethod
     def clear(self) -> None:
         """Forget what was written."""
+
+    @abc.abstractmethod
+    def end_write(self, is_stored: bool) -> None:
+        """Take note that a write of the buffer is over, and whether it stored its frames."""
 
     def train(self, mode: bool = True) -> SampledTransform:
         """Set the (unused) training mode; a buffer does this to each transform that it is given."""
@@ -59,20 +62,6 @@ class SampledTransform(Transform, abc.ABC):
             )
 
 
-def calling_method(*names: str) -> tuple[ReplayBuffer | None, str]:
-    """The replay buffer whose method is being run, if any, and the name of that method; only of these, where given."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_name
-        # To look at the variables of a frame is slow.
-        if not names or name in names:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, ReplayBuffer):
-                return owner, name
-        frame = frame.f_back
-    return None, ""
-
-
 def _attach(buffer: ReplayBuffer | None) -> None:
     """Lets methods of this one buffer know of relabelling.
 
@@ -91,19 +80,32 @@ def _sampled_transforms(buffer: ReplayBuffer) -> list[SampledTransform]:
     return [part for part in buffer.transform.modules() if isinstance(part, SampledTransform)]
 
 
-def _add(buffer: ReplayBuffer, add: Callable[[Any], Any], data: Any) -> Any:
-    for transform in _sampled_transforms(buffer):
+@contextlib.contextmanager
+def _writing(buffer: ReplayBuffer) -> Iterator[list[SampledTransform]]:
+    """The transforms, each in its place, which are told how the write ended."""
+    transforms = _sampled_transforms(buffer)
+    for transform in transforms:
         transform.check_place(buffer)
-        if transform.num_envs is not None and buffer.storage.ndim == 1:
+    is_stored = False
+    try:
+        yield transforms
+        is_stored = True
+    finally:
+        for transform in transforms:
+            transform.end_write(is_stored)
+
+
+def _add(buffer: ReplayBuffer, add: Callable[[Any], Any], data: Any) -> Any:
+    with _writing(buffer) as transforms:
+        if buffer.storage.ndim == 1 and any(transform.num_envs is not None for transform in transforms):
             # One frame of each env is several rows.
             return buffer.extend(data)
-    return add(data)
+        return add(data)
 
 
 def _extend(buffer: ReplayBuffer, extend: Callable[..., Any], data: Any, **kwargs: Any) -> Any:
-    for transform in _sampled_transforms(buffer):
-        transform.check_place(buffer)
-    return extend(data, **kwargs)
+    with _writing(buffer):
+        return extend(data, **kwargs)
 
 
 def _empty(buffer: ReplayBuffer, empty: Callable[..., None], *args: Any, **kwargs: Any) -> None:

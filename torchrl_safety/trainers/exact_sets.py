@@ -99,7 +99,8 @@ class ExactSetEvaluator:
     """Measures a learned value and its policy against the exact solution of a native environment.
 
     The set is read off a grid (see :func:`state_value`); the roll-outs start in the exact set shrunk a little, where
-    a good policy does not fail, and outside the target, if there is one. Both use the same states every time and no global randomness.
+    a good policy does not fail, and outside the target, if there is one. Both use the same states every time and no
+    global randomness.
 
     Args:
         env: an environment with `exact_safe` and `well_inside`; one roll-out is made per member of its batch.
