@@ -26,6 +26,7 @@ from torchrl_safety.objectives.backup_loss import (
 from torchrl_safety.objectives.backups import Backup, DiscountedReturnBackup
 from torchrl_safety.objectives.categorical import project_categorical
 from torchrl_safety.objectives.clamped_affine import ClampedAffine
+from torchrl_safety.objectives.parameter_swap import ParameterSwap
 from torchrl_safety.objectives.signals import check_choice, next_key, read, refuse_unless, steps_key
 
 _NETWORK_REMEDY = (
@@ -71,6 +72,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         super().__init__()
         self.double, self.reduction = double, check_choice("reduction", reduction, ("mean", "sum", "none"))
         self.convert_to_functional(value_network, "value_network", create_target_params=True)
+        self._swap = ParameterSwap(value_network)
         self._use_backup(backup, terminal_type, **settings)
 
     @dispatch
@@ -107,8 +109,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
 
     def _evaluate(self, params: TensorDictParams, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
         source = network_input(tensordict, self._state_keys(), place)
-        # Otherwise the target parameters come back from the network as new ones that require gradients.
-        with params.to_module(self.value_network, preserve_module_state=False):
+        with self._swap(params):
             return self.value_network(source)
 
 
