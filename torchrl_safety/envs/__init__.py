@@ -8,34 +8,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_safety.envs.base import NativeEnv
     from torchrl_safety.envs.bit_flip import BitFlipEnv
+    from torchrl_safety.envs.cartpole import CartPoleEnv
     from torchrl_safety.envs.checks import check_safety_env
     from torchrl_safety.envs.double_integrator import DoubleIntegratorEnv
     from torchrl_safety.envs.dubins_car import DubinsCarEnv
     from torchrl_safety.envs.goal_double_integrator import GoalDoubleIntegratorEnv
+    from torchrl_safety.envs.gym import SafetyGymEnv
+    from torchrl_safety.envs.lunar_lander import LunarLanderEnv
     from torchrl_safety.envs.pendulum import PendulumEnv
     from torchrl_safety.envs.point_mass import PointMassEnv
 
 __all__ = [
     "BitFlipEnv",
+    "CartPoleEnv",
     "DoubleIntegratorEnv",
     "DubinsCarEnv",
     "GoalDoubleIntegratorEnv",
+    "LunarLanderEnv",
     "NativeEnv",
     "PendulumEnv",
     "PointMassEnv",
+    "SafetyGymEnv",
     "check_safety_env",
 ]
 
 # Loaded on first use: torchrl.envs takes seconds to import and pulls in mujoco where it is installed.
 _HOMES = {
     "BitFlipEnv": "bit_flip",
+    "CartPoleEnv": "cartpole",
     "DoubleIntegratorEnv": "double_integrator",
     "DubinsCarEnv": "dubins_car",
     "GoalDoubleIntegratorEnv": "goal_double_integrator",
+    "LunarLanderEnv": "lunar_lander",
     "NativeEnv": "base",
     "check_safety_env": "checks",
     "PendulumEnv": "pendulum",
     "PointMassEnv": "point_mass",
+    "SafetyGymEnv": "gym",
 }
 
 
