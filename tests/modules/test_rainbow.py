@@ -1,4 +1,4 @@
-"""RainbowNetwork and the greedy policy on it."""
+"""RainbowNetwork: its shapes, its streams, its noise, and what it takes as an observation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import math
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.data import Categorical, OneHot
 
-from torchrl_safety.modules import AngleEncoding, NoisyLinear, RainbowNetwork, greedy_policy, reset_noise
+from torchrl_safety.modules import AngleEncoding, NoisyLinear, RainbowNetwork, reset_noise
 
 VARIANTS = [
     {"dueling": dueling, "noisy": noisy, "hidden": hidden}
@@ -195,61 +193,3 @@ def test_the_parameters_of_an_encoder_are_those_of_the_network():
     network(observe(5))["action_value"].sum().backward()
     assert network.encoder.weight.grad.abs().sum() > 0
     assert {*network.encoder.parameters()} < {*network.parameters()}
-
-
-# --- the greedy policy ---
-
-
-def table(values: list[list[float]]) -> TensorDictModule:
-    """A value network that ignores the observation."""
-    return TensorDictModule(lambda observation: torch.tensor(values), ["observation"], ["action_value"])
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4)])
-def test_the_greedy_action_is_the_index_of_the_largest_value(shape):
-    network = make()
-    result = greedy_policy(network)(observe(*shape))
-    action, values = result["action"], result["action_value"]
-    assert action.shape == shape
-    assert Categorical(3, shape=shape).is_in(action)
-    for index, row in zip(action.flatten().tolist(), values.reshape(-1, 3).tolist()):
-        assert row[index] == max(row)
-    best = result["chosen_action_value"]
-    assert best.shape == (*shape, 1)
-    assert torch.equal(best.squeeze(-1), values.amax(-1))
-
-
-def test_ties_give_one_valid_action_the_first():
-    result = greedy_policy(table([[10.0, 10.0, 3.0], [0.0, 7.0, 7.0], [1.0, 1.0, 1.0]]))(observe(3))
-    assert result["action"].tolist() == [0, 1, 0]
-    assert result["chosen_action_value"].tolist() == [[10.0], [7.0], [1.0]]
-
-
-def test_the_policy_shares_the_weights_and_the_noise_of_its_network():
-    network, batch = make(), observe(5)
-    policy = greedy_policy(network, action_key=("agent", "action"))
-    reset_noise(policy)
-    assert torch.equal(policy(batch.clone())["action_value"], network(batch.clone())["action_value"])
-    assert {*policy.parameters()} == {*network.parameters()}
-    assert policy(batch)["agent", "action"].shape == (5,)
-
-
-def test_a_wrapped_network_makes_a_policy_too():
-    halve = TensorDictModule(lambda x: x / 2, ["pixels"], ["observation"])
-    network = make()
-    policy = greedy_policy(TensorDictSequential(halve, network))
-    x = torch.rand(5, 2)
-    expected = network(TensorDict({"observation": x / 2}, [5]))["action_value"].argmax(-1)
-    assert torch.equal(policy(TensorDict({"pixels": x}, [5]))["action"], expected)
-
-
-def test_a_policy_of_indices_refuses_a_one_hot_environment():
-    network = RainbowNetwork(2, 3, support=(-1.0, 1.0))
-    with pytest.raises(ValueError, match=r"OneHot.*categorical_action_encoding=True"):
-        greedy_policy(network, spec=OneHot(3))
-    assert "action" in greedy_policy(network, spec=Categorical(3)).out_keys
-
-
-def test_a_network_that_names_no_values_is_refused():
-    with pytest.raises(ValueError, match=r"Linear without out_keys.*TensorDictModule"):
-        greedy_policy(torch.nn.Linear(2, 3))
