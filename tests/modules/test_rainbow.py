@@ -81,6 +81,85 @@ def test_noise_is_in_the_head_only_and_only_if_asked_for(dueling):
         assert torch.equal(network(batch.clone())["action_value"], before) is not changes
 
 
+STREAMS = [
+    {"dueling": dueling, "noisy": noisy, "head_hidden": widths}
+    for dueling in ("mean", "max", None)
+    for noisy in (True, "independent", False)
+    for widths in ((8,), (8, 6))
+]
+
+
+@pytest.mark.parametrize("settings", STREAMS, ids=str)
+def test_hidden_layers_of_the_streams_are_those_of_separate_networks_joined_by_the_aggregation(settings):
+    network, x = make(**settings, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    features = network.torso(x)
+
+    def by_hand(stream: nn.Sequential) -> torch.Tensor:
+        y = features
+        *within, last = [layer for layer in stream if not isinstance(layer, nn.ReLU)]
+        assert [layer.out_features for layer in within] == list(settings["head_hidden"])
+        for layer in within:
+            y = layer(y).clamp_min(0)
+        return last(y)
+
+    if settings["dueling"] is None:
+        expected = by_hand(network.head).reshape(5, 3, 11)
+    else:
+        value = by_hand(network.head.value).reshape(5, 1, 11)
+        advantage = by_hand(network.head.advantage).reshape(5, 3, 11)
+        expected = network.dueling(value, advantage)
+    torch.testing.assert_close(network.logits(x), expected)
+    assert network(observe(2, 3))["action_value"].shape == (2, 3, 3)
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+@pytest.mark.parametrize("head_hidden", [(), (8,)])
+def test_a_constant_added_to_every_advantage_changes_nothing_and_one_added_to_the_value_all(mode, head_hidden):
+    """MATH §9: identifiable; Wang et al. 2016, eq. 8 and 9."""
+    network = make(dueling=mode, head_hidden=head_hidden, noisy=False, dtype=torch.float64)
+    x = torch.rand(5, 2, dtype=torch.float64)
+    before = network.logits(x)
+    bias = network.head.advantage[-1].bias if head_hidden else network.head.bias[11:]
+    shift = torch.randn(11, dtype=torch.float64)  # one constant for each atom
+    with torch.no_grad():
+        bias += shift.repeat(3)
+    torch.testing.assert_close(network.logits(x), before)
+    bias = network.head.value[-1].bias if head_hidden else network.head.bias[:11]
+    with torch.no_grad():
+        bias += shift
+    torch.testing.assert_close(network.logits(x), before + shift)
+
+
+@pytest.mark.parametrize(
+    ("noisy", "noisy_hidden", "expected"),
+    [(True, True, [8, 11, 8, 33]), (True, False, [11, 33]), (False, True, []), ("independent", True, [8, 11, 8, 33])],
+)
+def test_noise_is_in_the_streams_where_it_is_asked_for(noisy, noisy_hidden, expected):
+    network = make(noisy=noisy, noisy_hidden=noisy_hidden, head_hidden=(8,), sigma_init=0.8)
+    layers = [layer for layer in network.modules() if isinstance(layer, NoisyLinear)]
+    assert [layer.out_features for layer in layers] == expected
+    assert {layer.factorised for layer in layers} <= {noisy != "independent"}
+    assert {layer.sigma_init for layer in layers} <= {0.8}
+    assert not any(isinstance(layer, NoisyLinear) for layer in network.torso.modules())
+
+
+@pytest.mark.parametrize(("noisy", "factorised"), [(True, True), ("factorised", True), ("independent", False)])
+@pytest.mark.parametrize("head_hidden", [(), (8,)])
+def test_the_kind_of_noise_is_that_of_the_layers(noisy, factorised, head_hidden):
+    network = make(noisy=noisy, head_hidden=head_hidden)
+    layers = [layer for layer in network.modules() if isinstance(layer, NoisyLinear)]
+    ranks = {torch.linalg.matrix_rank(layer.weight_noise).item() == 1 for layer in layers}
+    assert ranks == {factorised}
+
+
+def test_names_of_parameters_without_hidden_layers_of_the_streams_stay_as_they_were():
+    """Checkpoints hold them."""
+    layers = [f"torso.{i}.{name}" for i in (0, 2) for name in ("weight", "bias")]
+    noise = [f"head.{part}_{name}" for part in ("weight", "bias") for name in ("mu", "sigma", "noise")]
+    assert {*make(hidden=(16, 16)).state_dict()} == {"support", *layers, *noise}
+    assert {*make(hidden=(16, 16), noisy=False).state_dict()} == {"support", *layers, "head.weight", "head.bias"}
+
+
 def test_sigma_init_reaches_the_head():
     torch.testing.assert_close(make(sigma_init=0.8).head.weight_sigma.detach(), torch.full((44, 16), 0.8 / 4))
 
@@ -123,6 +202,9 @@ def test_a_copy_and_a_state_dict_compute_the_same():
         ({"support": (0.0, float("inf"))}, "give finite"),
         ({"support": (0.0,)}, r"support is \(0.0,\)"),
         ({"hidden": 128}, r"hidden is 128.*hidden=\(128,\)"),
+        ({"head_hidden": 512}, r"head_hidden is 512.*head_hidden=\(512,\)"),
+        ({"noisy": "gaussian"}, r"noisy is 'gaussian'; choose one of \[False, True, 'factorised', 'independent'\]"),
+        ({"noisy": None}, "noisy is None"),
         ({"sigma_init": float("inf")}, "sigma_init is inf"),
         ({"atoms": 1}, "atoms is 1"),
         ({"dueling": "sum"}, "dueling mode is 'sum'"),
@@ -148,9 +230,19 @@ def test_an_observation_that_is_missing_or_of_another_size_is_named():
         network(TensorDict({"observation": torch.zeros(5, 3)}, [5]))
 
 
+@pytest.mark.parametrize("settings", [{}, {"hidden": (), "head_hidden": (8,)}, {"support": None}], ids=str)
+def test_a_network_compiles_without_graph_breaks(settings):
+    network, batch = make(**settings), observe(5)
+    expected = network(batch.clone())["action_value"]
+    torch.compiler.reset()
+    compiled = torch.compile(network, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(batch)["action_value"], expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden": (), "head_hidden": (8,)}, {"hidden": (), "noisy": False}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
-def test_an_observation_of_another_type_is_taken_in_the_precision_of_the_network(dtype):
-    network = make()
+def test_an_observation_of_another_type_is_taken_in_the_precision_of_the_network(dtype, settings):
+    network = make(**settings)
     numbers = torch.tensor([[1.0, -2.0], [0.0, 3.0]])
     expected = network(TensorDict({"observation": numbers}, [2]))["action_value"]
     assert torch.equal(network(TensorDict({"observation": numbers.to(dtype)}, [2]))["action_value"], expected)

@@ -199,7 +199,7 @@ class _Streams(nn.Module):
 def _observation_shape(
     in_features: int | Sequence[int], num_actions: int, encoder: nn.Module | None
 ) -> tuple[int, ...]:
-    shape = (in_features,) if isinstance(in_features, int) else tuple(in_features)
+    shape = tuple(in_features) if isinstance(in_features, Sequence) else (in_features,)
     if min(shape, default=0) < 1 or num_actions < 1:
         raise ValueError(f"in_features is {in_features}, num_actions {num_actions}; both must be at least 1")
     if len(shape) > 1 and encoder is None:
