@@ -132,6 +132,16 @@ class RainbowNetwork(TensorDictModuleBase):
 
     def logits(self, observation: Tensor) -> Tensor:
         """Logits `[*B, num_actions, atoms]` of an observation `[*B, *in_features]`; without a support, values and 1."""
+        if observation.shape[-len(self._in_shape) :] != self._in_shape:
+            raise ValueError(
+                f"the observation {self.in_keys[0]!r} has shape {list(observation.shape)}, the network takes "
+                f"`[*B, {', '.join(map(str, self._in_shape))}]`: build it with the in_features that the observations "
+                "have"
+            )
+        # Integers and other precisions (MuJoCo's float64) are taken in that of the network; an image only its encoder
+        # can read.
+        if len(self._in_shape) == 1:
+            observation = observation.to(self._first_weight().dtype)
         if self.encoder is not None:
             observation = self.encoder(observation)
         rows = self.head(self.torso(observation)).unflatten(-1, (-1, self.atoms))
@@ -168,16 +178,6 @@ class RainbowNetwork(TensorDictModuleBase):
             raise KeyError(
                 f"the observation {key!r} is missing; present: {sorted(map(str, tensordict.keys(True, True)))}"
             )
-        if observation.shape[-len(self._in_shape) :] != self._in_shape:
-            raise ValueError(
-                f"the observation {key!r} has shape {list(observation.shape)}, the network takes "
-                f"`[*B, {', '.join(map(str, self._in_shape))}]`: build it with the in_features that the observations "
-                "have"
-            )
-        # Integers and other precisions (MuJoCo's float64) are taken in that of the network; an image only its encoder
-        # can read.
-        if len(self._in_shape) == 1:
-            observation = observation.to(self._first_weight().dtype)
         logits = self.logits(observation)
         if self.support is None:
             return tensordict.set(self.out_keys[0], logits.squeeze(-1))
