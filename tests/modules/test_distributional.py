@@ -118,6 +118,12 @@ def test_an_atom_without_mass_is_no_quantile_however_small_the_level(dtype):
     assert categorical_cvar(probs, support, 1e-12).item() == 0.0
 
 
+def test_masses_that_were_rounded_and_sum_to_less_than_one_still_end_at_the_last_atom():
+    probs = torch.tensor([0.333, 0.333, 0.333], dtype=torch.float64)
+    assert categorical_quantile(probs, torch.arange(3.0, dtype=torch.float64), 1.0).item() == 2.0
+    assert_close(categorical_cvar(probs, torch.arange(3.0, dtype=torch.float64), 1.0).item(), 1.0)
+
+
 @every_measure
 def test_rows_may_have_supports_of_their_own(measure):
     probs, supports = masses(5), SUPPORT * torch.arange(1, 6, dtype=torch.float64)[:, None]
