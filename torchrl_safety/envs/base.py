@@ -80,6 +80,9 @@ class NativeEnv(EnvBase):
     angles: tuple[int, ...] = ()
     """Which entries of a state are angles in radians, for encodings that should not see them jump at ±π."""
 
+    needs_reset = False
+    """Whether a step must start from a reset even though a state is at hand, as :class:`SafetyGymEnv` may."""
+
     _supports_set_state = True
 
     def __init__(

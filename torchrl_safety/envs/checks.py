@@ -30,6 +30,7 @@ from torchrl.envs import (
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_safety.envs.base import END_CRITERIA, NativeEnv
+from torchrl_safety.envs.gym import SafetyGymEnv
 from torchrl_safety.envs.probe import (
     RAISED,
     Rollout,
@@ -91,7 +92,7 @@ def check_safety_env(
         safety_margin: key of g in the observations, or of the reward.
         target_margin: key of l; None takes `"target_margin"` where the specs have it.
         end_criterion: `"failure"` (terminated where g < 0), `"reach_avoid"` (also where l >= 0) or `"timeout"` (never);
-            None takes that of a :class:`NativeEnv`, else `"failure"`.
+            None takes that of a :class:`NativeEnv` or :class:`SafetyGymEnv`, else `"failure"`.
         seed: of the environment and the actions.
 
     Raises:
@@ -144,7 +145,8 @@ def safety_env_faults(
     if target_margin is not None:
         margins["target_margin"] = unravel_key(target_margin)
     if end_criterion is None:
-        end_criterion = base.end_criterion if isinstance(base, NativeEnv) else "failure"
+        named = base.end_criterion if isinstance(base, NativeEnv | SafetyGymEnv) else "failure"
+        end_criterion = named if named in END_CRITERIA else "failure"
     _check_settings(steps, end_criterion, margins)
 
     wiring = [*_margin_spec_faults(env, margins)]

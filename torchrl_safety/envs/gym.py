@@ -42,6 +42,7 @@ class SafetyGymEnv(EnvBase):
     `"safety_margin"` and `"target_margin"` `[N, 1]` in `dtype`, the margins also after a reset; `"done"`,
     `"terminated"`, `"truncated"` `[N, 1]`. A step is never both terminated and truncated: termination wins. `"action"`
     is an index `[N]` int64 (Discrete) or `[N, *]` in `dtype` (Box). Box actions out of bounds are clamped to them.
+    `env.reset(options=...)` hands options on.
 
     The world of an episode cannot be saved: :meth:`state_dict` holds the random generators only. After
     :meth:`load_state_dict` :attr:`needs_reset` is true, and the next step must start from `env.reset()`.
@@ -105,7 +106,12 @@ class SafetyGymEnv(EnvBase):
         self._is_terminal = END_CRITERIA.get(end_criterion)
         self._real = torch.empty((), dtype=dtype).numpy().dtype
         self.envs = _make_envs(env, num_envs, max_steps, env_settings)
-        self._discrete = _is_discrete(self.envs[0].action_space)
+        self.is_closed = False
+        actions = self.envs[0].action_space
+        self._discrete = _is_discrete(actions)
+        self._action_shape = torch.Size((num_envs, *actions.shape))
+        if self._discrete:  # as integers of Python, with which comparing is cheap
+            self._first_action, self._last_action = int(actions.start), int(actions.n) - 1
         space = self.envs[0].observation_space
         reserved = {"action", "next", "reward", *_DONE_KEYS, *self._margins}
         self._observations = _layout(space, self._real, reserved)
@@ -171,10 +177,9 @@ class SafetyGymEnv(EnvBase):
         )
 
     def _action_spec(self) -> TensorSpec:
-        space, shape = self.envs[0].action_space, self.batch_size
+        space, size = self.envs[0].action_space, self._action_shape
         if self._discrete:
-            return Categorical(int(space.n), shape=shape, dtype=torch.int64, device=self.device)
-        size = torch.Size((*shape, *space.shape))
+            return Categorical(int(space.n), shape=size, dtype=torch.int64, device=self.device)
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             return Unbounded(size, dtype=self.dtype, device=self.device)
         low, high = (torch.as_tensor(bound, dtype=self.dtype).expand(size).clone() for bound in (space.low, space.high))
@@ -183,20 +188,20 @@ class SafetyGymEnv(EnvBase):
     def _read_actions(self, tensordict: TensorDictBase) -> Sequence[Any]:
         """One action for each Gymnasium environment."""
         action = _require(tensordict, "action", "let a policy act first")
-        space = self.envs[0].action_space
-        expected = self.batch_size if self._discrete else torch.Size((*self.batch_size, *space.shape))
         kind = action.dtype
-        if action.shape != expected or (self._discrete and (kind.is_floating_point or kind == torch.bool)):
+        if action.shape != self._action_shape or (self._discrete and (kind.is_floating_point or kind == torch.bool)):
             form = "integer indices" if self._discrete else "numbers"
             raise ValueError(
                 f"action has shape {tuple(action.shape)} and dtype {kind}, expected {form} of shape "
-                f"{tuple(expected)}: follow env.full_action_spec, and build one-hot policies with a Categorical spec"
+                f"{tuple(self._action_shape)}: follow env.full_action_spec, and build one-hot policies with a "
+                "Categorical spec"
             )
         if self._discrete:
-            indices = action.tolist()
-            if min(indices) < 0 or max(indices) >= space.n:
-                raise ValueError(f"action={indices} has an index outside 0..{space.n - 1}: follow env.full_action_spec")
-            return [index + int(space.start) for index in indices] if space.start else indices
+            indices, last = action.tolist(), self._last_action
+            if min(indices) < 0 or max(indices) > last:
+                raise ValueError(f"action={indices} has an index outside 0..{last}: follow env.full_action_spec")
+            return [index + self._first_action for index in indices] if self._first_action else indices
+        space = self.envs[0].action_space
         numbers = action.detach().cpu().numpy()
         if np.isnan(numbers).any():
             raise ValueError(f"action={numbers.tolist()} has NaN entries: the policy diverged, or its input is NaN")
@@ -219,16 +224,16 @@ class SafetyGymEnv(EnvBase):
         for name, read in self._margins.items():
             margin = read(self.envs[row], observation, info)
             try:
-                arrays[name][row] = margin
+                arrays[name][row, 0] = margin.item() if isinstance(margin, np.ndarray) else float(margin)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name} is {margin!r} in environment {row}: give one number") from error
 
     def _advance(self, actions: Sequence[Any], rows: Sequence[int]) -> Arrays:
         """Steps the environments in `rows` and returns the entries of all at next."""
-        if any(self._ended[row] for row in rows):
+        if True in self._ended and (over := [row for row in rows if self._ended[row]]):
             raise RuntimeError(
-                f"the episodes of environments {[row for row in rows if self._ended[row]]} have ended or not begun: "
-                "call env.reset(), or step with step_and_maybe_reset"
+                f"the episodes of environments {over} have ended or not begun: call env.reset(), or step with "
+                "step_and_maybe_reset"
             )
         arrays = self._zeros()
         reward = np.zeros((len(self.envs), 1), self._real)
@@ -248,10 +253,10 @@ class SafetyGymEnv(EnvBase):
         self._ended[:] = arrays["done"][:, 0].tolist()
         return {**arrays, "reward": reward}
 
-    def _begin(self, arrays: Arrays, rows: Sequence[int]) -> None:
+    def _begin(self, arrays: Arrays, rows: Sequence[int], options: dict[str, Any] | None = None) -> None:
         """Writes new episodes of the environments in `rows`."""
         for row in rows:
-            observation, info = self.envs[row].reset(seed=self._seeds[row])
+            observation, info = self.envs[row].reset(seed=self._seeds[row], options=options)
             self._seeds[row] = None
             self._write(arrays, row, observation, info)
             for name in _DONE_KEYS:
@@ -263,11 +268,13 @@ class SafetyGymEnv(EnvBase):
         stepped = tensordict.get("_step", None)
         return self._wrap(self._tensors(self._advance(self._read_actions(tensordict), self._rows(stepped))))
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, *, options: dict[str, Any] | None = None
+    ) -> TensorDictBase:
         # Always a full batch: TorchRL merges it into the tensordict by the "_reset" mask.
         rows = self._rows(None if tensordict is None else tensordict.get("_reset", None))
         arrays = {name: array.copy() for name, array in self._root.items()}
-        self._begin(arrays, rows)
+        self._begin(arrays, rows, options)
         return self._wrap(self._tensors(arrays))
 
     def _step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -278,7 +285,7 @@ class SafetyGymEnv(EnvBase):
         self._assert_tensordict_shape(tensordict)
         entries = self._tensors(self._advance(self._read_actions(tensordict), range(len(self.envs))))
         root = dict(tensordict.items())
-        tensordict.set("next", self._wrap(entries))
+        tensordict._set_str("next", self._wrap(entries), validated=True, inplace=False, non_blocking=False)
         del entries["reward"]
         if True in self._ended:
             _clear_ended(root, entries, entries["done"].squeeze(-1))
@@ -300,7 +307,7 @@ class SafetyGymEnv(EnvBase):
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def _wrap(self, entries: dict[str, Tensor]) -> TensorDict:
-        # Not the constructor, whose checks of shape and device cost six times as much.
+        # Neither the constructor nor set, whose checks of shape and device cost several times as much.
         return TensorDict._new_unsafe(entries, batch_size=self.batch_size, device=self.device)
 
     def _set_seed(self, seed: int | None) -> None:

@@ -22,7 +22,7 @@ HALF_PAD = 2.0
 BELLY = 8 / 30
 """From the body's underside down to what the lander stands on, where it stands upright (y = 0)."""
 SLOPE = 0.55
-"""Of a line from each flag that no terrain rises above: its nodes, 2 m apart, reach 1.07, 2.17, 3.27, 3.27 m at most."""
+"""Of a line from each flag that no terrain rises above: nodes, 2 m apart, are at most at 1.07, 2.17, 3.27, 3.27 m."""
 TARGET_HEIGHT = 1.0
 """Upper end of the target, above the height at which the lander stands."""
 CRASH = -1.0
@@ -82,8 +82,10 @@ class LunarLanderEnv(SafetyGymEnv):
 
     The problem is that of Hsu, Rubies-Royo, Tomlin & Fisac, "Safety and Liveness Guarantees through Reach-Avoid
     Reinforcement Learning", RSS 2021: reach the pad between the flags, and before that neither leave the viewport nor
-    touch the terrain. The margins are :func:`lunar_lander_safety_margin` and :func:`lunar_lander_target_margin`. See
-    :class:`SafetyGymEnv` for keys and the remaining arguments.
+    touch the terrain. The margins are :func:`lunar_lander_safety_margin`, at most 6.2 m, and
+    :func:`lunar_lander_target_margin`, between -11 and 1.3 m. Gymnasium's own heuristic reaches the target without a
+    failure in 99.6 % of 500 episodes. Coming to rest ends an episode too. See :class:`SafetyGymEnv` for keys and the
+    remaining arguments.
 
     Args:
         num_envs: N.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl.envs import Compose, EnvBase, GymLikeEnv, Transform, TransformedEnv
 
 from torchrl_safety.envs.base import NativeEnv
+from torchrl_safety.envs.gym import SafetyGymEnv
 
 __all__ = ["RAISED", "Rollout", "base_env", "gym_layers", "one_line", "roll_out", "transforms_of", "undisturbed"]
 
@@ -81,7 +82,7 @@ def transforms_of(env: EnvBase) -> Iterator[Transform]:
 def gym_layers(env: EnvBase) -> Iterator[Any]:
     """The Gymnasium environment within, from its outermost wrapper to its core; nothing for other environments."""
     base = base_env(env)
-    layer = base._env if isinstance(base, GymLikeEnv) else None
+    layer = base._env if isinstance(base, GymLikeEnv) else base.envs[0] if isinstance(base, SafetyGymEnv) else None
     while layer is not None:
         yield layer
         layer = getattr(layer, "__dict__", {}).get("env")
@@ -91,7 +92,7 @@ def gym_layers(env: EnvBase) -> Iterator[Any]:
 def undisturbed(env: EnvBase, seed: int) -> Iterator[None]:
     """Seeds torch, and puts back the random states of torch, NumPy, a native and a Gymnasium environment."""
     base, logger = base_env(env), logging.getLogger("torchrl")
-    state = base.get_extra_state() if isinstance(base, NativeEnv) else None
+    state = base.get_extra_state() if isinstance(base, NativeEnv | SafetyGymEnv) else None
     core: Any = getattr(next(gym_layers(env), None), "unwrapped", None)
     draws = getattr(core, "np_random", None)
     drawn: Any = draws.bit_generator.state if isinstance(draws, np.random.Generator) else None
@@ -108,11 +109,11 @@ def undisturbed(env: EnvBase, seed: int) -> Iterator[None]:
     finally:
         logger.setLevel(level)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        if isinstance(base, NativeEnv) and state is not None:
-            base.set_extra_state(state)
         if isinstance(draws, np.random.Generator):
             draws.bit_generator.state = drawn
             core.np_random = draws  # seeding had put another generator in its place
+        if isinstance(base, NativeEnv | SafetyGymEnv) and state is not None:
+            base.set_extra_state(state)
 
 
 def roll_out(env: EnvBase, steps: int, seed: int) -> tuple[Rollout, list[str]]:
