@@ -77,6 +77,10 @@ SIGNATURES: tuple[tuple[Callable, Callable], ...] = (
     ),
     (envs.DoubleIntegratorEnv.exact_value, lambda self, state: ...),
     (envs.DoubleIntegratorEnv.exact_safe, lambda self, state: ...),
+    (envs.SafetyGymEnv, lambda env, num_envs=1, *, safety_margin=None, target_margin=None, max_steps=None: ...),
+    (envs.SafetyGymEnv, lambda *, end_criterion=None, seed=0, device="cpu": ...),
+    (envs.LunarLanderEnv, lambda num_envs=1, *, problem="return": ...),
+    (envs.CartPoleEnv, lambda num_envs=1, *, problem="return": ...),
     (trainers.StepGamma, lambda total_frames: ...),
     (trainers.set_metrics, lambda predicted, exact: ...),
 )

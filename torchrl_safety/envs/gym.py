@@ -77,6 +77,7 @@ class SafetyGymEnv(EnvBase):
     """
 
     angles: tuple[int, ...] = ()
+    """Which entries of an observation are angles that jump at ±π; those of a subclass, none here."""
 
     def __init__(
         self,
