@@ -151,6 +151,17 @@ def test_a_partial_step_moves_its_rows_only():
         state = after.exclude("reward")
 
 
+def test_what_has_not_begun_stays_so_while_others_move():
+    env = SafetyGymEnv(Recorder, 2)
+    one = torch.tensor([True, False])
+    state = env.reset(TensorDict({"_reset": one, "done": ~one.unsqueeze(-1)}, [2]))
+    state["action"], state["_step"] = torch.zeros(2, dtype=torch.int64), one
+    env.step(state)
+    assert env.needs_reset
+    with pytest.raises(RuntimeError, match=r"environments \[1\] have ended or not begun"):
+        env.step(state.exclude("next", "_step"))
+
+
 def test_the_end_criterion_adds_to_the_ends_of_gymnasium():
     def target(env, observation, info):
         return observation[0] - 1.5

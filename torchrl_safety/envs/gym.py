@@ -105,7 +105,7 @@ class SafetyGymEnv(EnvBase):
         self.dtype = dtype
         self._margins = {name: _reader(name, margin) for name, margin in margins.items() if margin is not None}
         self._is_terminal = END_CRITERIA.get(end_criterion)
-        self._real = torch.empty((), dtype=dtype).numpy().dtype
+        self._real = torch.empty((), dtype=dtype, device="cpu").numpy().dtype
         self.envs = _make_envs(env, num_envs, max_steps, env_settings)
         self.is_closed = False
         actions = self.envs[0].action_space
@@ -183,8 +183,9 @@ class SafetyGymEnv(EnvBase):
             return Categorical(int(space.n), shape=size, dtype=torch.int64, device=self.device)
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             return Unbounded(size, dtype=self.dtype, device=self.device)
-        low, high = (torch.as_tensor(bound, dtype=self.dtype).expand(size).clone() for bound in (space.low, space.high))
-        return Bounded(low, high, size, dtype=self.dtype, device=self.device)
+        kind = {"dtype": self.dtype, "device": self.device}
+        low, high = (torch.as_tensor(bound, **kind).expand(size).clone() for bound in (space.low, space.high))
+        return Bounded(low, high, size, **kind)
 
     def _read_actions(self, tensordict: TensorDictBase) -> Sequence[Any]:
         """One action for each Gymnasium environment."""
@@ -247,11 +248,12 @@ class SafetyGymEnv(EnvBase):
             terminated |= self._is_terminal(arrays["safety_margin"] < 0, arrays.get("target_margin"))
         truncated &= ~terminated
         np.logical_or(terminated, truncated, out=arrays["done"])
+        ended = arrays["done"][:, 0].tolist()
+        for row in rows:
+            self._ended[row] = ended[row]
         if len(rows) < len(self.envs):
             arrays = _merge(rows, arrays, self._root)
-        # In place, for an attribute of a Module costs several times as much to set.
-        self._root.update(arrays)
-        self._ended[:] = arrays["done"][:, 0].tolist()
+        self._root.update(arrays)  # in place, for an attribute of a Module costs several times as much to set
         return {**arrays, "reward": reward}
 
     def _begin(self, arrays: Arrays, rows: Sequence[int], options: dict[str, Any] | None = None) -> None:
