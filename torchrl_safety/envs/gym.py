@@ -45,7 +45,8 @@ class SafetyGymEnv(EnvBase):
     `env.reset(options=...)` hands options on.
 
     The world of an episode cannot be saved: :meth:`state_dict` holds the random generators only. After
-    :meth:`load_state_dict` :attr:`needs_reset` is true, and the next step must start from `env.reset()`.
+    :meth:`load_state_dict` :attr:`needs_reset` is true, and the next step must start from `env.reset()`, before which
+    pending n-step windows are cleared.
 
     Args:
         env: an id such as `"LunarLander-v3"`, or a callable that makes a new environment each time.
