@@ -23,7 +23,7 @@ def test_a_run_leaves_its_table_pictures_metrics_events_checkpoints_and_summary(
     folder, (_, out, err) = finish(algorithm)
     moments, last = passed(LEARNERS[algorithm].batch), passed(LEARNERS[algorithm].batch)[-1]
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary.keys() == {*SCORES, "frames", "seconds", "seed", "problem", "env", "algorithm"}
+    assert summary.keys() == {*SCORES, "frames", "updates", "seconds", "seed", "problem", "env", "algorithm"}
     assert {key: summary[key] for key in ("frames", "seed", "problem", "env", "algorithm")} == {
         "frames": last, "seed": 0, "problem": "avoid", "env": "double_integrator", "algorithm": algorithm,
     }  # fmt: skip
