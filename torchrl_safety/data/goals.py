@@ -364,7 +364,8 @@ def _following(transitions: TensorDictBase) -> TensorDictBase:
 
 def over_features(where: Tensor, value: Tensor) -> Tensor:
     """A mask `[*B, 1]` as one for all features of values `[*B, *]`, however many dimensions these have."""
-    return where.reshape(where.shape + (1,) * (value.ndim - where.ndim))
+    extra = value.ndim - where.ndim
+    return where.reshape(where.shape + (1,) * extra) if extra else where
 
 
 def _write(entry: Tensor, value: Tensor, where: Tensor | None) -> None:

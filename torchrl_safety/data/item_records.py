@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_safety.data.priority_tree import GroupExtreme, group_of
+from torchrl_safety.data.priority_tree import GroupExtreme, group_of, groups_of
 
 _GROUP = 64
 _LATEST = 2**31 - 1
@@ -47,27 +47,44 @@ class ItemRecords:
 
     def default_priority(self) -> Tensor:
         """The priority of a new item, `[]` float64: the largest that came with an update, 1 before the first."""
-        highest = self._largest.read(self._signed) if self.forgets_evicted else self._highest_ever
-        is_known = highest >= 0
-        if highest.device.type == "cpu":
-            return highest if is_known.item() else torch.ones_like(highest)
-        return torch.where(is_known, highest, 1.0)
+        highest = self._highest()
+        return torch.where(highest >= 0, highest, 1.0)
 
-    def write(self, slots: Tensor | slice) -> Tensor:
-        """New items lie in the slots, `[B]` or a run; returns their priority, `[]`."""
+    def _highest(self) -> Tensor:
+        """The largest updated priority, `[]`; below 0 when there is none."""
+        return self._largest.read(self._signed) if self.forgets_evicted else self._highest_ever
+
+    def write(self, slot: Tensor) -> Tensor:
+        """New items lie in the slots `[B]`; returns their priority, `[]`."""
+        self._written_at.index_fill_(0, slot, self._next_time())
+        signed = self._signed.view(-1)
+        if self.forgets_evicted:
+            signed.index_fill_(0, slot, -torch.inf)
+            self._largest.forget(group_of(slot))
+        priority = self.default_priority()
+        signed.index_fill_(0, slot, _as_default(priority))
+        return priority
+
+    def write_run(self, run: slice) -> float:
+        """:meth:`write` into neighbouring slots on a CPU."""
+        self._written_at[run].fill_(self._next_time())
+        signed = self._signed.view(-1)[run]
+        if self.forgets_evicted:
+            signed.fill_(-torch.inf)
+            self._largest.forget(groups_of(run))
+        highest = self._highest().item()
+        priority = highest if highest >= 0 else 1.0
+        signed.fill_(-max(priority, _ZERO))
+        return priority
+
+    def _next_time(self) -> int:
+        """Counts a write; returns when it is, from the origin on."""
         self.time += 1
         if self.time - self._origin > _LATEST:
             # Older times become one: a batch drawn two billion writes ago counts as stale.
             self._written_at.clamp_(min=0).sub_(_LATEST)
             self._origin += _LATEST
-        _fill(self._written_at, slots, self.time - self._origin)
-        signed = self._signed.view(-1)
-        if self.forgets_evicted:
-            _fill(signed, slots, -torch.inf)
-            self._largest.forget(group_of(slots))
-        priority = self.default_priority()
-        _fill(signed, slots, _as_default(priority))
-        return priority
+        return self.time - self._origin
 
     def update(self, slot: Tensor, priority: Tensor, applies: Tensor | None) -> None:
         """Items `[B]` get a priority `[B]`; where `applies` is False the slot is `capacity`."""
@@ -145,10 +162,3 @@ def _priority_of(signed: Tensor) -> Tensor:
     """What is kept, as priorities, -1 where there is no item."""
     size = torch.where(signed == -_ZERO, 0.0, signed.abs())
     return torch.where(signed == -torch.inf, -1.0, size)
-
-
-def _fill(target: Tensor, slots: Tensor | slice, value: Tensor | float) -> None:
-    if isinstance(slots, slice):
-        target[slots].fill_(value)
-    else:
-        target.index_fill_(0, slots, value)

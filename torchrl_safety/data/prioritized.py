@@ -115,6 +115,8 @@ class PrioritizedSampler(Sampler):
         table = RankTable(sort_interval=sort_interval)
         self._ranks = table if variant == "rank" else None
         self._check_alpha(self._alpha, max_capacity, 1.0)
+        # The last default priority, with its alpha and leaf.
+        self._new_leaf = (-1.0, 0.0, 0.0)
         # What the buffer held when it was last seen; before that, it may hold anything.
         self._num_items = max_capacity
         # The index of the last draw and the version of its values, with which it need not be checked again.
@@ -288,7 +290,7 @@ class PrioritizedSampler(Sampler):
         self._num_items = self.max_size if storage is None else items_in(storage)
         run = run_of(index) if self.device.type == "cpu" else None
         if run is not None and run.start >= 0 and run.stop <= min(self._num_items, self.max_size):
-            self._tree.write_run(run, self._leaf(self._records.write(run)))
+            self._tree.write_run(run, self._leaf_of_new(self._records.write_run(run)))
         else:
             slot, applies = self._slots(index, storage)
             leaf = self._leaf(self._records.write(slot).reshape(1)).expand(slot.shape)
@@ -385,6 +387,13 @@ class PrioritizedSampler(Sampler):
             return self._ranks.leaf(priority, alpha=self._alpha)
         return (priority + self._eps).pow_(self._alpha)
 
+    def _leaf_of_new(self, priority: float) -> float:
+        """:meth:`_leaf` of the default priority, which seldom changes from write to write."""
+        if self._ranks is not None or self._new_leaf[:2] != (priority, self._alpha):
+            leaf = self._leaf(torch.tensor(priority, dtype=torch.float64, device="cpu")).item()
+            self._new_leaf = priority, self._alpha, leaf
+        return self._new_leaf[2]
+
     def _largest(self) -> Tensor:
         """The largest priority that an item has or can get by default, `[]` float64."""
         return torch.maximum(self._records.priorities().amax(), self._records.default_priority())
@@ -433,7 +442,7 @@ class PrioritizedSampler(Sampler):
 
     def _follow(self, storage: Storage | None) -> None:
         device = getattr(storage, "device", None)
-        if not self._follows_storage or device is None or device == "auto":
+        if not self._follows_storage or device is None or device == self._tree.device or device == "auto":
             return
         device = torch.device(device)
         if device.type != self.device.type or device.index not in (None, self.device.index):

@@ -129,12 +129,12 @@ class PriorityTree:
                 torch.sum(rows, 1, out=above.narrow(0, 0, rows.shape[0]))
         self._cumulative_is_old = True
 
-    def write_run(self, run: slice, leaf: Tensor) -> None:
-        """:meth:`write` of one leaf, `[]` float64, into the neighbouring slots `run`."""
+    def write_run(self, run: slice, leaf: float) -> None:
+        """:meth:`write` of one leaf into the neighbouring slots `run` on a CPU."""
         self._rows[0].view(-1)[run].fill_(leaf)
-        self._smallest.forget(group_of(run))
+        self._smallest.forget(groups_of(run))
         for rows, above in self._levels():
-            run = slice(run.start >> _SHIFT, ((run.stop - 1) >> _SHIFT) + 1)
+            run = groups_of(run)
             torch.sum(rows[run], 1, out=above[run])
         self._cumulative_is_old = True
 
@@ -287,15 +287,15 @@ class GroupExtreme:
         self._largest = largest
         self._extreme = torch.zeros_like(rows.select(1, 0))
         # `None`: all are old.
-        self._old: list[Tensor] | None = None
+        self._old: list[Tensor | slice] | None = None
         self._num_old = 0
 
-    def forget(self, group: Tensor) -> None:
-        """The rows `group` int64 `[B]` were written."""
+    def forget(self, group: Tensor | slice) -> None:
+        """The rows `group`, int64 `[B]` or a run, were written."""
         if self._old is None:
             return
         self._old.append(group)
-        self._num_old += group.numel()
+        self._num_old += group.stop - group.start if isinstance(group, slice) else group.numel()
         if self._num_old >= self._extreme.numel():
             self._old = None
 
@@ -308,20 +308,32 @@ class GroupExtreme:
         if self._old is None:
             self._extreme = self._of_each(rows)
         elif self._old:
-            group = torch.cat(self._old)
-            self._extreme.scatter_(0, group, self._of_each(rows.index_select(0, group)))
+            scattered = []
+            for group in self._old:
+                if isinstance(group, slice):
+                    self._of_each(rows[group], out=self._extreme[group])
+                else:
+                    scattered.append(group)
+            if scattered:
+                group = torch.cat(scattered)
+                self._extreme.scatter_(0, group, self._of_each(rows.index_select(0, group)))
         self._old, self._num_old = [], 0
         return self._extreme.amax() if self._largest else self._extreme.amin()
 
-    def _of_each(self, rows: Tensor) -> Tensor:
-        return rows.amax(1) if self._largest else torch.where(rows > 0, rows, torch.inf).amin(1)
+    def _of_each(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        if self._largest:
+            return torch.amax(rows, 1, out=out)
+        return torch.amin(torch.where(rows > 0, rows, torch.inf), 1, out=out)
 
 
-def group_of(slots: Tensor | slice) -> Tensor:
-    """The groups of 64 that hold the slots, `[B]` or a run on a CPU, each at least once."""
-    if isinstance(slots, slice):
-        return torch.arange(slots.start >> _SHIFT, ((slots.stop - 1) >> _SHIFT) + 1, device="cpu")
-    group = slots >> _SHIFT
+def groups_of(run: slice) -> slice:
+    """The groups of 64 that hold a run of slots."""
+    return slice(run.start >> _SHIFT, ((run.stop - 1) >> _SHIFT) + 1)
+
+
+def group_of(slot: Tensor) -> Tensor:
+    """The groups of 64 that hold the slots `[B]`, each at least once."""
+    group = slot >> _SHIFT
     if group.numel() > _MANY_ROWS and group.device.type == "cpu":
         return group.unique_consecutive()
     return group

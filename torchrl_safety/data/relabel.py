@@ -191,9 +191,9 @@ class HindsightRelabel(SampledTransform):
         if is_start is not None:
             before = _At(frames, slots)
             starts = [condition.measurement(before) for condition in conditions]
+            is_start = is_start.unsqueeze(-1)
             goals = [
-                torch.where(over_features(is_start.unsqueeze(-1), goal), start, goal)
-                for start, goal in zip(starts, goals)
+                torch.where(over_features(is_start, goal), start, goal) for start, goal in zip(starts, goals)
             ]
         return goals
 

@@ -119,14 +119,17 @@ class Streams:
         column.scatter_reduce_(0, entry.flatten(), torch.where(where, position, -1).flatten(), "amax")
 
 
-def _between(uniform: Tensor, low: Tensor, high: Tensor, step: int) -> Tensor:
-    """Draws one of `low`, `low + step`, ..., `high`."""
-    ahead = (high - low).add_(step).mul(uniform).long()
-    return ahead.add_(low) if step == 1 else low + (ahead - ahead % step)
+def _drawn(uniform: Tensor, low: Tensor, high: Tensor, step: int, before: int = 0) -> Tensor:
+    """Draws from `low`, `low + step`, ..., `high` and so many `before`: how many steps above `low`, with a fraction."""
+    ahead = (high - low).add_((before + 1) * step).mul(uniform)
+    if step > 1:
+        ahead /= step
+    return ahead.sub_(before) if before else ahead
 
 
 def _future(uniform: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
-    return _between(uniform, span.position, span.end, span.num_envs), None
+    ahead = _drawn(uniform, span.position, span.end, span.num_envs).long()
+    return torch.add(span.position, ahead, alpha=span.num_envs), None
 
 
 def _final(uniform: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
@@ -135,10 +138,14 @@ def _final(uniform: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
 
 def _episode(uniform: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
     # Of an episode that has lost its beginning there are the states from its oldest frame on.
-    first = torch.maximum(span.start, (span.start - span.oldest).remainder_(span.num_envs).add_(span.oldest))
-    # State 0 is the root of that frame, state k the "next" of the k-th from it.
-    state = _between(uniform, first, span.end + span.num_envs, span.num_envs)
-    return torch.maximum(state - span.num_envs, first), state == first
+    if span.num_envs == 1:
+        first = span.start.clamp_min(span.oldest)
+    else:
+        first = torch.maximum(span.start, (span.start - span.oldest).remainder_(span.num_envs).add_(span.oldest))
+    # The state before them all is the root of that frame, the others are the "next" of theirs.
+    ahead = _drawn(uniform, first, span.end, span.num_envs, before=1)
+    # Integers are cut towards 0, to which -1 comes thereby.
+    return torch.add(first, ahead.long(), alpha=span.num_envs), ahead < 0
 
 
 DRAWS: dict[str, Callable[[Tensor, Span], tuple[Tensor, Tensor | None]]] = {
