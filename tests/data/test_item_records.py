@@ -35,7 +35,7 @@ def test_times_that_no_longer_fit_in_four_bytes_still_tell_old_from_new():
 @pytest.mark.parametrize("forgets_evicted", [False, True])
 def test_a_default_priority_is_not_mistaken_for_an_update(forgets_evicted):
     known = records(forgets_evicted=forgets_evicted)
-    known.write(slice(0, 4))
+    known.write_run(slice(0, 4))
     known.update(torch.tensor([1]), torch.tensor([0.5], dtype=torch.float64), None)
     assert known.default_priority().item() == 0.5
     known.update(torch.tensor([2]), torch.tensor([1.0], dtype=torch.float64), None)  # what it has already
@@ -58,12 +58,12 @@ def test_moved_records_are_the_same():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_update_to_zero_is_an_update(forgets_evicted, rows):
     known = records(8, forgets_evicted=forgets_evicted)
-    known.write(slice(0, 4))
+    known.write_run(slice(0, 4))
     assert known.default_priority().item() == 1.0
     known.update(torch.arange(4), torch.zeros(4, dtype=torch.float64), None)
     assert known.default_priority().item() == 0.0
     new = slice(4, 4 + rows)
-    assert known.write(new).item() == 0.0
+    assert known.write_run(new) == 0.0
     assert known.priorities().tolist() == [0.0] * (4 + rows) + [-1.0] * (4 - rows)
     # What a buffer hands back for its new item is no update of it.
     known.update(torch.tensor([4]), torch.zeros(1, dtype=torch.float64), None)
@@ -71,7 +71,7 @@ def test_an_update_to_zero_is_an_update(forgets_evicted, rows):
     loaded = records(8, forgets_evicted=forgets_evicted)
     loaded.load_state_dict(known.state_dict())
     for each in (known, loaded):
-        each.write(slice(0, 4))  # the items that were updated are gone
+        each.write_run(slice(0, 4))  # the items that were updated are gone
         assert each.default_priority().item() == (1.0 if forgets_evicted else 0.0)
         each.update(torch.tensor([5]), torch.tensor([0.25], dtype=torch.float64), None)
         assert each.default_priority().item() == 0.25

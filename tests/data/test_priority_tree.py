@@ -260,7 +260,7 @@ def test_a_run_of_slots_and_all_slots_at_once_are_written_like_single_ones(capac
     filled_at_once.fill(leaves)
     for run in (slice(0, 1), slice(capacity // 3, capacity // 2), slice(capacity - 2, capacity)):
         expected.set(torch.arange(run.start, run.stop), 0.25)
-        filled_at_once.write_run(run, torch.tensor(0.25, dtype=torch.float64))
+        filled_at_once.write_run(run, 0.25)
         every = torch.arange(capacity)
         assert torch.equal(filled_at_once.get(every), expected.get(every))
         assert filled_at_once.total.item() == pytest.approx(expected.total.item(), rel=1e-12)

@@ -3,6 +3,7 @@
 from torchrl_safety.data.buffers import HindsightPrioritizedReplayBuffer, HindsightReplayBuffer
 from torchrl_safety.data.goals import GoalCondition
 from torchrl_safety.data.hindsight import HindsightTransform
+from torchrl_safety.data.lean import LeanReplayBuffer
 from torchrl_safety.data.nstep import NStepTransform
 from torchrl_safety.data.prioritized import PrioritizedSampler
 from torchrl_safety.data.priority_tree import PriorityTree
@@ -14,6 +15,7 @@ __all__ = [
     "HindsightRelabel",
     "HindsightReplayBuffer",
     "HindsightTransform",
+    "LeanReplayBuffer",
     "NStepTransform",
     "PrioritizedSampler",
     "PriorityTree",

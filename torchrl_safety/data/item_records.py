@@ -86,8 +86,13 @@ class ItemRecords:
             self._origin += _LATEST
         return self.time - self._origin
 
-    def update(self, slot: Tensor, priority: Tensor, applies: Tensor | None) -> None:
-        """Items `[B]` get a priority `[B]`; where `applies` is False the slot is `capacity`."""
+    def update(
+        self, slot: Tensor, priority: Tensor, applies: Tensor | None, *, highest: float | None = None
+    ) -> None:
+        """Items `[B]` get a priority `[B]`; where `applies` is False the slot is `capacity`.
+
+        `highest` is the largest of the priorities, where that is known.
+        """
         updated = applies
         if slot.numel() == 1:
             # `TensorDictReplayBuffer.add` hands a new item's default priority back as if it were an error.
@@ -102,6 +107,8 @@ class ItemRecords:
         self._signed.view(-1).scatter_(0, slot, signed)
         if self.forgets_evicted:
             self._largest.forget(group_of(slot))
+        elif updated is None and highest is not None:
+            self._highest_ever.clamp_(min=highest)
         else:
             seen = priority if updated is None else torch.where(updated, priority, -1.0)
             self._highest_ever = torch.maximum(self._highest_ever, seen.amax())

@@ -262,7 +262,7 @@ class PrioritizedSampler(Sampler):
         else:
             slot, applies = self._slots(index, storage, is_drawn=generation is not None)
         alpha = self._alpha if self._ranks is None else 0.0
-        priority = checked_priorities(priority, slot, alpha=alpha, eps=self._eps, capacity=self.max_size)
+        priority, highest = checked_priorities(priority, slot, alpha=alpha, eps=self._eps, capacity=self.max_size)
         if not slot.numel():
             return
         if generation is not None and not is_current:
@@ -272,7 +272,7 @@ class PrioritizedSampler(Sampler):
             slot = torch.where(applies, slot, self.max_size)
         if self.device.type != "cpu":
             priority = priority.index_select(0, last_row_of_each_slot(slot))
-        self._records.update(slot, priority, applies)
+        self._records.update(slot, priority, applies, highest=highest)
         leaf = self._leaf(priority)
         self._tree.write(slot, leaf if applies is None else torch.where(applies, leaf, 0.0))
         if self._ranks is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 
@@ -94,6 +95,7 @@ def check_size(storage: Storage, capacity: int) -> None:
         )
 
 
+@functools.lru_cache(maxsize=64)
 def largest_priority(*, alpha: float, eps: float, capacity: int) -> float:
     """The largest priority of which `capacity` items have leaves `(priority + eps)^alpha` with a finite sum."""
     highest = sys.float_info.max
@@ -119,8 +121,10 @@ def check_alpha(alpha: float, priority: float | Tensor, *, eps: float, capacity:
         )
 
 
-def checked_priorities(priority: float | Tensor, slot: Tensor, *, alpha: float, eps: float, capacity: int) -> Tensor:
-    """`priority` as float64 `[B]` for the slots `[B]`.
+def checked_priorities(
+    priority: float | Tensor, slot: Tensor, *, alpha: float, eps: float, capacity: int
+) -> tuple[Tensor, float | None]:
+    """`priority` as float64 `[B]` for the slots `[B]`, and the largest of them where looking at it costs no wait.
 
     Args:
         priority: one for each slot, or one for all.
@@ -143,6 +147,7 @@ def checked_priorities(priority: float | Tensor, slot: Tensor, *, alpha: float, 
     if priority.shape != slot.shape:
         priority = priority.expand(slot.shape)
     largest = largest_priority(alpha=alpha, eps=eps, capacity=capacity)
+    highest = None
     if priority.device.type == "cuda":
         torch._assert_async(((priority >= 0) & (priority <= largest)).all())
     elif priority.numel():
@@ -159,7 +164,7 @@ def checked_priorities(priority: float | Tensor, slot: Tensor, *, alpha: float, 
                 f"alpha={alpha:g}: scale or clip the errors to at most {largest:g}, or set a smaller alpha; nothing "
                 "was changed."
             )
-    return priority
+    return priority, highest
 
 
 def tensor_on(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

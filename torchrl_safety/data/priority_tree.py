@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -197,23 +199,25 @@ class PriorityTree:
         return slot, leaf
 
     def _find_by_tensors(self, u: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        total = sums.narrow(0, self._top.numel(), 1)
-        if total.device.type == "cuda":
-            torch._assert_async(total > 0)
-        elif not total.item() > 0:
-            raise RuntimeError(_NO_LEAF)
-        # In each row the rest of the mass is kept below the row's own running total, which rounding can put under the
-        # sum of which it is a part. So the running sum rises at the child found: it is not empty.
-        mass = torch.minimum(u * total, torch.nextafter(total, self._zero))
-        node = torch.searchsorted(sums, mass, right=True).sub_(1)
+        total = sums.select(0, -1)
+        if total.device.type == "cpu":
+            number = total.item()
+            if not number > 0:
+                raise RuntimeError(_NO_LEAF)
+            mass = (u * number).clamp_(max=math.nextafter(number, 0.0))
+        else:
+            if total.device.type == "cuda":
+                torch._assert_async(total > 0)
+            mass = torch.minimum(u * total, torch.nextafter(total, self._zero))
+        node = torch.searchsorted(sums.narrow(0, 1, self._top.numel()), mass, right=True)
         if self.device.type != "cpu":
             node = torch.where(self._top.index_select(0, node) > 0, node, self._top.argmax())
-        mass = (mass - sums.index_select(0, node)).clamp_min_(0)
+            mass = torch.maximum(mass, sums.index_select(0, node))
+        mass = mass - sums.index_select(0, node)
         for rows in reversed(self._rows):
             row = rows.index_select(0, node)
             running = row.cumsum(1)
-            end = torch.nextafter(running.narrow(1, _RADIX - 1, 1), self._zero)
-            child = torch.searchsorted(running, torch.minimum(mass.unsqueeze(1), end), right=True)
+            child = _child_at(running, mass.unsqueeze(1))
             if self.device.type != "cpu":
                 child = _never_empty(row, child)
             node = torch.add(child.squeeze(1), node, alpha=_RADIX)
@@ -343,6 +347,20 @@ def last_row_of_each_slot(index: Tensor) -> Tensor:
     """For each row of `index` `[B]` the last row with the same slot, `[B]`."""
     slot, row = index.sort(stable=True)
     return row.index_select(0, torch.searchsorted(slot, index, right=True).sub_(1))
+
+
+def _child_at(running: Tensor, mass: Tensor) -> Tensor:
+    """The first child, `[B, 1]`, at which the running sum of its row, `[B, k]`, exceeds the `mass` `[B, 1]`.
+
+    The mass is kept below the row's own total, which rounding can put under the sum of which it is a part. So the
+    running sum rises at the child found: it is not empty.
+    """
+    is_cpu = running.device.type == "cpu"
+    child = torch.searchsorted(running, mass, right=True) if is_cpu else None
+    if child is not None and (not child.numel() or child.amax().item() < _RADIX):
+        return child
+    total = running.narrow(1, _RADIX - 1, 1)
+    return torch.searchsorted(running, torch.minimum(mass, torch.nextafter(total, torch.zeros_like(total))), right=True)
 
 
 def _never_empty(row: Tensor, child: Tensor) -> Tensor:
