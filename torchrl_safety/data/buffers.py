@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
 from torch import Tensor
-from torchrl.data import Composite, LazyTensorStorage, TensorDictReplayBuffer, TensorSpec
+from torchrl.data import Composite, LazyTensorStorage, TensorSpec
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
 from torchrl_safety.data.frames import positive
 from torchrl_safety.data.goals import RELABELLED, GoalCondition, TransitionFunction
 from torchrl_safety.data.hindsight import HindsightTransform
+from torchrl_safety.data.lean import LeanReplayBuffer
 from torchrl_safety.data.prioritized import PrioritizedSampler
 from torchrl_safety.data.successors import Successors, TrajectoryNumbers
 
@@ -32,7 +33,7 @@ SIGNALS = ("reward", "safety_margin", "target_margin", "terminated")
 """What n-step rows keep of each step, where the frames hold it."""
 
 
-class HindsightReplayBuffer(TensorDictReplayBuffer):
+class HindsightReplayBuffer(LeanReplayBuffer):
     r"""A replay buffer for goal-conditioned tasks that draws uniformly and adds hindsight copies as episodes end.
 
     A TorchRL replay buffer with a :class:`HindsightTransform` in it, and what MATLAB's `rlHindsightReplayMemory` does
@@ -184,6 +185,8 @@ class HindsightReplayBuffer(TensorDictReplayBuffer):
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         length, n_steps, gamma = self._wanted
+        if length == n_steps == 1:
+            return self._sample_steps(batch_size)
         with self._replay_lock, self._write_lock:
             index, info = self._sampler.sample(self._storage, batch_size)
             slot, exists = self._successors.follow(index, length + n_steps - 1)
@@ -203,6 +206,15 @@ class HindsightReplayBuffer(TensorDictReplayBuffer):
             batch, info = batch[:, 0], {name: value[:, 0] for name, value in info.items()}
         if (stamp := getattr(index, STAMP, None)) is not None:
             info["index"].priority_stamp = stamp
+        return self._transform(batch.unlock_()), info
+
+    def _sample_steps(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        """Single steps, none of which follows another."""
+        with self._replay_lock, self._write_lock:
+            index, info = self._sampler.sample(self._storage, batch_size)
+            batch = self._gather(index, {}) if self._is_lean() else self._storage.get(index)
+        batch.set(VALID, torch.ones(len(index), 1, dtype=torch.bool, device=index.device))
+        info["index"] = index
         return self._transform(batch.unlock_()), info
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
