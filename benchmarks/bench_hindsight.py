@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from torchrl_safety.data import HindsightRelabel, PrioritizedSampler
+from torchrl_safety.data import HindsightRelabel, LeanReplayBuffer, PrioritizedSampler
 
 SIZES = [10_000, 100_000, 1_000_000]
 EPISODE = 50
@@ -38,8 +38,10 @@ def frames(length: int) -> TensorDict:
     return TensorDict({**state, **flags, "action": torch.randn(length, 4), "next": following}, [length])
 
 
-def filled_buffer(capacity: int, batch_size: int, transform: HindsightRelabel | None) -> TensorDictReplayBuffer:
-    buffer = TensorDictReplayBuffer(
+def filled_buffer(
+    capacity: int, batch_size: int, transform: HindsightRelabel | None, buffer_class: type = TensorDictReplayBuffer
+) -> TensorDictReplayBuffer:
+    buffer = buffer_class(
         storage=LazyTensorStorage(capacity), sampler=PrioritizedSampler(capacity), batch_size=batch_size
     )
     if transform is not None:
@@ -53,15 +55,16 @@ def filled_buffer(capacity: int, batch_size: int, transform: HindsightRelabel | 
 @pytest.mark.parametrize("batch_size", [32, 256])
 @pytest.mark.parametrize("capacity", SIZES)
 @pytest.mark.parametrize("kind", ["plain", "final", "future", "episode", "reward only"])
+@pytest.mark.parametrize("buffer_class", [TensorDictReplayBuffer, LeanReplayBuffer])
 @pytest.mark.benchmark(group="hindsight sample")
-def test_sample(benchmark, kind, capacity, batch_size):
+def test_sample(benchmark, buffer_class, kind, capacity, batch_size):
     if kind == "plain":
         transform = None
     elif kind == "reward only":  # where reaching the goal does not end an episode
         transform = HindsightRelabel(reward)
     else:
         transform = HindsightRelabel(reward, terminated_fn=reached, strategy=kind)
-    buffer = filled_buffer(capacity, batch_size, transform)
+    buffer = filled_buffer(capacity, batch_size, transform, buffer_class)
     benchmark(buffer.sample)
 
 

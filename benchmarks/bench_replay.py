@@ -13,7 +13,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.samplers import RandomSampler
 
-from torchrl_safety.data import priority_tree
+from torchrl_safety.data import LeanReplayBuffer, priority_tree
 from torchrl_safety.data.prioritized import PrioritizedSampler
 from torchrl_safety.data.priority_tree import PriorityTree
 from torchrl_safety.data.sequences import sequence_index
@@ -28,8 +28,10 @@ def frames(n: int) -> TensorDict:
     return TensorDict({"observation": torch.zeros(n, 8), "action": torch.zeros(n, 1), "next": following}, [n])
 
 
-def filled_buffer(capacity: int, batch_size: int, sampler, prioritized: bool = True) -> TensorDictReplayBuffer:
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=batch_size)
+def filled_buffer(
+    capacity: int, batch_size: int, sampler, prioritized: bool = True, kind: type = TensorDictReplayBuffer
+) -> TensorDictReplayBuffer:
+    buffer = kind(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=batch_size)
     buffer.extend(frames(capacity))
     if prioritized:
         buffer.update_priority(torch.arange(capacity), torch.rand(capacity))
@@ -79,9 +81,11 @@ def sample_and_update(benchmark, buffer, batch_size):
 
 
 @sizes
+@pytest.mark.parametrize("kind", [TensorDictReplayBuffer, LeanReplayBuffer])
 @pytest.mark.benchmark(group="buffer")
-def test_buffer_sample_and_update(benchmark, capacity, batch_size, search):
-    sample_and_update(benchmark, filled_buffer(capacity, batch_size, PrioritizedSampler(capacity)), batch_size)
+def test_buffer_sample_and_update(benchmark, capacity, batch_size, kind, search):
+    buffer = filled_buffer(capacity, batch_size, PrioritizedSampler(capacity), kind=kind)
+    sample_and_update(benchmark, buffer, batch_size)
 
 
 @sizes

@@ -182,6 +182,25 @@ def test_a_sequence_of_n_step_rows_is_each_of_its_steps_n_step_row():
             assert torch.equal(row["next", "achieved_goal"], same["next", "achieved_goal"])
 
 
+@EACH
+def test_single_steps_are_the_first_ones_of_sequences(kind):
+    """The two are read from the storage in different ways."""
+    single, sequences = (make(kind, capacity=60, num_envs=2, strategy="future") for _ in range(2))
+    for buffer in (single, sequences):
+        buffer.extend(frames_of(2, 20))
+    for _ in range(3):
+        batch, info = single.sample(32, return_info=True)
+        expected, expected_info = sequences.sample(32, return_info=True, sequence_length=2)
+        assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+        assert (batch == expected[:, 0]).all()
+        assert batch["valid"].all()
+        assert all(torch.equal(info[name], value[:, 0]) for name, value in expected_info.items())
+        for buffer, drawn in ((single, batch), (sequences, expected[:, 0])):
+            drawn = drawn.set("td_error", torch.arange(32.0).unsqueeze(-1))
+            if kind is HindsightPrioritizedReplayBuffer:
+                buffer.update_tensordict_priority(drawn)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -51,8 +51,10 @@ def assert_same(lean_result, result):
         lean_result, result = (TensorDict(dict(pair[1])) for pair in (lean_result, result))
     assert list(lean_result.keys(True, True)) == list(result.keys(True, True))
     assert (lean_result == result).all()
-    assert lean_result.batch_size == result.batch_size and lean_result.device == result.device
-    assert lean_result.is_locked == result.is_locked and lean_result.names == result.names
+    assert lean_result.batch_size == result.batch_size
+    assert lean_result.device == result.device
+    assert lean_result.is_locked == result.is_locked
+    assert lean_result.names == result.names
     for key, value in result.items(True, True):
         assert lean_result.get(key).dtype == value.dtype, key
     for key, value in result.items(True):
@@ -129,7 +131,8 @@ def test_a_storage_of_two_dimensions_works_as_in_the_parent():
         each.update_tensordict_priority(batch.clone().set("td_error", torch.arange(16.0)))
     every = torch.cartesian_prod(torch.arange(4), torch.arange(5))
     assert torch.equal(
-        buffer.sampler.priority_of(every, storage=buffer.storage), parent.sampler.priority_of(every, storage=parent.storage)
+        buffer.sampler.priority_of(every, storage=buffer.storage),
+        parent.sampler.priority_of(every, storage=parent.storage),
     )
 
 
@@ -170,7 +173,8 @@ def test_priorities_are_those_of_the_parent(shape, dtype):
         each.update_tensordict_priority(each.sample().set("td_error", error))
     every = torch.arange(20)
     priorities = buffer.sampler.priority_of(every)
-    assert torch.equal(priorities, parent.sampler.priority_of(every)) and priorities.unique().numel() > 3
+    assert torch.equal(priorities, parent.sampler.priority_of(every))
+    assert priorities.unique().numel() > 3
 
 
 def test_priorities_of_single_items_and_without_errors_are_those_of_the_parent():
@@ -279,6 +283,7 @@ def test_relabelling_goes_through_the_short_way(monkeypatch):
     for each in (parent, buffer):
         each.extend(written.clone())
     batch, lean_batch = parent.sample(), buffer.sample()
-    assert calls and batch["relabelled"].all()
+    assert calls
+    assert batch["relabelled"].all()
     assert_same(lean_batch, batch)
     assert_same(buffer.sample(), parent.sample())

@@ -86,9 +86,7 @@ class ItemRecords:
             self._origin += _LATEST
         return self.time - self._origin
 
-    def update(
-        self, slot: Tensor, priority: Tensor, applies: Tensor | None, *, highest: float | None = None
-    ) -> None:
+    def update(self, slot: Tensor, priority: Tensor, applies: Tensor | None, *, highest: float | None = None) -> None:
         """Items `[B]` get a priority `[B]`; where `applies` is False the slot is `capacity`.
 
         `highest` is the largest of the priorities, where that is known.

@@ -192,9 +192,7 @@ class HindsightRelabel(SampledTransform):
             before = _At(frames, slots)
             starts = [condition.measurement(before) for condition in conditions]
             is_start = is_start.unsqueeze(-1)
-            goals = [
-                torch.where(over_features(is_start, goal), start, goal) for start, goal in zip(starts, goals)
-            ]
+            goals = [torch.where(over_features(is_start, goal), start, goal) for start, goal in zip(starts, goals)]
         return goals
 
     def _windows(
