@@ -148,7 +148,7 @@ class HindsightReplayBuffer(LeanReplayBuffer):
             super().empty(empty_write_count)
             self._successors.clear()
 
-    def sample(
+    def sample(  # type: ignore[override]
         self,
         batch_size: int | None = None,
         return_info: bool = False,
