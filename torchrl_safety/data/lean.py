@@ -28,9 +28,11 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
     and weights; one priority an item goes to the sampler as it is. That holds for storages in memory with one
     dimension (:class:`LazyTensorStorage`) and the samplers :class:`PrioritizedSampler` and
     :class:`torchrl.data.RandomSampler`; anything else (memmap, lists, prefetch, `pin_memory`, sample units, ...) works
-    as in the parent and takes as long. With transforms about half of the saving remains.
+    as in the parent and takes as long. With transforms a part of the saving remains.
 
     Examples:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage
         >>> from torchrl_safety.data import LeanReplayBuffer, PrioritizedSampler
         >>> rb = LeanReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100), batch_size=4)
         >>> index = rb.extend(TensorDict({"observation": torch.randn(10, 3)}, [10]))

@@ -121,9 +121,10 @@ class Streams:
 
 def _drawn(uniform: Tensor, low: Tensor, high: Tensor, step: int, before: int = 0) -> Tensor:
     """Draws from `low`, `low + step`, ..., `high` and so many `before`: how many steps above `low`, with a fraction."""
-    ahead = (high - low).add_((before + 1) * step).mul(uniform)
+    count = high - low
     if step > 1:
-        ahead /= step
+        count.div_(step, rounding_mode="floor")
+    ahead = count.add_(before + 1).mul(uniform)
     return ahead.sub_(before) if before else ahead
 
 
