@@ -169,8 +169,10 @@ class NativeEnv(StatelessEnv):
             player: `"action"` or `"disturbance"`.
 
         Raises:
-            ValueError: a table without a row of zeros, or bounds without 0 between them.
+            ValueError: a player that this environment does not have, a table without a row of zeros, or bounds without
+                0 between them.
         """
+        check_choice("player", player, tuple(self._tables))
         spec, table = self.full_action_spec[player], getattr(self, self._tables[player])
         if not self.discrete:
             action = spec.zero()
