@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrl_safety.envs.attack_defense import AttackDefenseEnv
     from torchrl_safety.envs.base import NativeEnv
+    from torchrl_safety.envs.bicycle import BicycleEnv
     from torchrl_safety.envs.bit_flip import BitFlipEnv
     from torchrl_safety.envs.checks import check_safety_env
     from torchrl_safety.envs.double_integrator import DoubleIntegratorEnv
@@ -14,8 +16,12 @@ if TYPE_CHECKING:
     from torchrl_safety.envs.goal_double_integrator import GoalDoubleIntegratorEnv
     from torchrl_safety.envs.pendulum import PendulumEnv
     from torchrl_safety.envs.point_mass import PointMassEnv
+    from torchrl_safety.envs.pursuit_evasion import PursuitEvasionEnv
+    from torchrl_safety.envs.transforms import SplitPlayers
 
 __all__ = [
+    "AttackDefenseEnv",
+    "BicycleEnv",
     "BitFlipEnv",
     "DoubleIntegratorEnv",
     "DubinsCarEnv",
@@ -23,11 +29,17 @@ __all__ = [
     "NativeEnv",
     "PendulumEnv",
     "PointMassEnv",
+    "PursuitEvasionEnv",
+    "SplitPlayers",
     "check_safety_env",
 ]
 
 # Loaded on first use: torchrl.envs takes seconds to import and pulls in mujoco where it is installed.
 _HOMES = {
+    "SplitPlayers": "transforms",
+    "PursuitEvasionEnv": "pursuit_evasion",
+    "BicycleEnv": "bicycle",
+    "AttackDefenseEnv": "attack_defense",
     "BitFlipEnv": "bit_flip",
     "DoubleIntegratorEnv": "double_integrator",
     "DubinsCarEnv": "dubins_car",
