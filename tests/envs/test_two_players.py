@@ -10,11 +10,13 @@ import pytest
 import torch
 from scipy.integrate import solve_ivp
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.envs.utils import check_env_specs
 from two_player_games import GAMES, Game
 
 from torchrl_safety.envs import DoubleIntegratorEnv, check_safety_env
+from torchrl_safety.modules import RandomDisturbance, TwoPlayerPolicy, ZeroDisturbance
 
 EVERY = pytest.mark.parametrize("game", GAMES, ids=lambda game: game.name)
 PLAYERS = ("action", "disturbance")
@@ -158,6 +160,17 @@ def test_a_collector_gathers_both_actions(game: Game):
     collector.shutdown()
     assert {"action", "disturbance"} <= set(batch.keys())
     assert torch.equal(batch["next", "terminated"], batch["next", "safety_margin"] < 0)
+
+
+@EVERY
+def test_an_environment_built_for_a_device_does_not_touch_the_default_one(game: Game):
+    with torch.device("meta"):  # which holds no numbers
+        env = game.build(2, device="cpu", problem="reach_avoid", max_steps=3)
+        spec, act = env.full_action_spec["disturbance"], env.zero_action("action")
+        players = RandomDisturbance(spec), ZeroDisturbance(spec, zero_index=int(env.zero_action()[0]))
+    for player in players:
+        policy = TwoPlayerPolicy(TensorDictModule(lambda _, act=act: act, ["observation"], ["action"]), player)
+        assert env.rollout(2, policy)["next", "observation"].isfinite().all()
 
 
 def test_a_player_that_is_not_there_has_no_zero_action():

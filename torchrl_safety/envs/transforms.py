@@ -47,8 +47,8 @@ class SplitPlayers(Transform):
         self, ctrl_action_dim: int, *, action_key: NestedKey = "action", disturbance_key: NestedKey = "disturbance"
     ) -> None:
         check_count("ctrl_action_dim", ctrl_action_dim, "the length of the controller's part of the action")
-        keys = [action_key, disturbance_key]
-        super().__init__(in_keys=[action_key], out_keys=keys, in_keys_inv=[action_key], out_keys_inv=keys)
+        # No in_keys and out_keys: those are of what environments write, in which there is no action.
+        super().__init__(in_keys_inv=[action_key], out_keys_inv=[action_key, disturbance_key])
         self.ctrl_action_dim = ctrl_action_dim
         self.action_key, self.disturbance_key = action_key, disturbance_key
 
@@ -60,7 +60,7 @@ class SplitPlayers(Transform):
         return tensordict.set(self.action_key, control).set(self.disturbance_key, disturbance)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict  # what an environment writes holds no action
+        return next_tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         remedy = "let both players act, as TwoPlayerPolicy does"

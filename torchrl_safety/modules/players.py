@@ -126,7 +126,7 @@ class ZeroDisturbance(TensorDictModuleBase):
                 raise ValueError(
                     f"zero_index={zero_index} is for a Categorical spec, this one is Bounded: leave it out"
                 )
-            value = torch.zeros(spec.shape[-1:], dtype=spec.dtype, device=spec.device)
+            value = spec.zero().reshape(-1, *spec.shape[-1:])[0].clone()
             if not spec.is_in(value.expand(spec.shape)):
                 raise ValueError("0 is not between the bounds of the spec: this disturbance always acts")
         self.register_buffer("value", value, persistent=False)
@@ -179,10 +179,11 @@ class RandomDisturbance(TensorDictModuleBase):
         self._generator = generator
         self.num_actions = spec.n if isinstance(spec, Categorical) else None
         self.dtype = spec.dtype
-        bounds = (spec.space.low, spec.space.high) if isinstance(spec, Bounded) else 2 * (torch.zeros(()),)
-        for name, bound in zip(("low", "high"), bounds):
-            row = bound.reshape(-1, *bound.shape[-1:])[0].to(spec.device, copy=True)
-            self.register_buffer(name, row, persistent=False)
+        low = high = torch.zeros((), device="cpu")  # of which indices need only the device
+        if isinstance(spec, Bounded):
+            low, high = (bound.reshape(-1, *bound.shape[-1:])[0] for bound in (spec.space.low, spec.space.high))
+        self.register_buffer("low", low.to(spec.device, copy=True), persistent=False)
+        self.register_buffer("high", high.to(spec.device, copy=True), persistent=False)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         shape, source = tensordict.batch_size, self._generator
