@@ -9,7 +9,6 @@ examples/configs/hindsight_prioritized.yaml. The loop in `train` is meant to be 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import hydra
@@ -34,7 +33,6 @@ from torchrl_safety.trainers import (
     TrainingRun,
     check_options,
     evaluation_mode,
-    plot_curves,
 )
 
 KEPT = "env seed num_envs hindsight strategy num_goal_samples prioritized n_steps buffer_size hidden"  # on a resume
@@ -237,9 +235,11 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 run.report(scores, gamma=gamma.gamma, **{key: value.item() for key, value in losses.items()})
             run.save_if_due()
         if measure:
-            run.finish(measure, measure(policy, best_value), labels=cfg.env.grid.labels, **facts)
-    if not measure:
-        conclude(run, {"success_rate": success_rate(cfg, policy)}, facts)
+            found = measure(policy, best_value)
+            figures = {"value_map": measure.picture(found, labels=cfg.env.grid.labels)}
+            run.finish(found.scores, figures=figures, **facts)
+        else:
+            run.finish({"success_rate": success_rate(cfg, policy)}, **facts)
 
 
 def exact_set(cfg: DictConfig, task: Task) -> ExactSetEvaluator:
@@ -247,19 +247,6 @@ def exact_set(cfg: DictConfig, task: Task) -> ExactSetEvaluator:
     env = make_task(cfg, num_envs=cfg.rollouts, seed=cfg.seed, max_steps=None, end_criterion="reach_avoid").env
     grid = cfg.env.grid
     return ExactSetEvaluator(env, task.backup, low=grid.low, high=grid.high, grid=grid.nodes, seed=cfg.seed)
-
-
-def conclude(run: TrainingRun, scores: dict[str, float], facts: dict) -> None:
-    """The curves and ``summary.json`` of a task that has no set to show."""
-    seconds = round(run.rows[-1]["seconds"], 1) if run.rows else None
-    summary = {**scores, "frames": run.frames, "updates": run.updates, "seconds": seconds, **facts}
-    (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    if run.rows:
-        drawn = [name for name in run.rows[-1] if name not in ("frames", "seconds")]
-        plot_curves(run.rows, drawn).savefig(run.folder / "curves.png")
-    for name in ("success_rate", "frames", "updates", "seconds"):
-        print(f"{name:<20}{summary[name]}")
-    print(f"written to {run.folder}")
 
 
 if __name__ == "__main__":

@@ -54,20 +54,26 @@ def check_shared(cfg: DictConfig, *, problems: Iterable[str], envs: Iterable[str
     Raises:
         ValueError: for the first one that does not fit.
     """
-    check_options(cfg, choices={"problem.name": problems, "env.name": envs, "env.end_criterion": END_CRITERIA})
-    settings = [key for key in cfg.env if key not in ("name", "max_steps", "end_criterion", "support", "grid")]
+    check_options(cfg, choices={"problem.name": problems, "env.name": envs})
     check_options(
         cfg,
         counts="seed evaluations checkpoints",
         whole="frames threads num_envs rollouts rollout_steps",
         widths="hidden",
         shares="gamma.start gamma.end gamma.ratio",
-        positive=" ".join(["gamma.period", "max_grad_norm", *(f"env.{key}" for key in settings)]),
-        corners="env.grid.low env.grid.high",
-        nodes="env.grid.nodes",
-        labels="env.grid.labels",
+        positive="gamma.period max_grad_norm",
         device="device",
     )
+    if "grid" in cfg.env:  # a native environment, with an exact set
+        settings = [key for key in cfg.env if key not in ("name", "max_steps", "end_criterion", "support", "grid")]
+        check_options(
+            cfg,
+            choices={"env.end_criterion": END_CRITERIA},
+            positive=" ".join(f"env.{key}" for key in settings),
+            corners="env.grid.low env.grid.high",
+            nodes="env.grid.nodes",
+            labels="env.grid.labels",
+        )
 
 
 def command_line(main: Callable[[], Any]) -> None:

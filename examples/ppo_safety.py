@@ -163,7 +163,10 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                     measure(actor, value).scores, gamma=gamma.gamma, **{name: losses[name].item() for name in names}
                 )
             run.save_if_due()
-        run.finish(measure, measure(actor, value), labels=cfg.env.grid.labels, **facts)
+        found = measure(actor, value)
+        title = f"{facts['algorithm']}, {cfg.env.name}, {cfg.problem.name}, seed {cfg.seed}: "
+        figures = {"value_map": measure.picture(found, labels=cfg.env.grid.labels, title=title)}
+        run.finish(found.scores, figures=figures, **facts)
 
 
 if __name__ == "__main__":

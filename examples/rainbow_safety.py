@@ -11,18 +11,19 @@ from pathlib import Path
 
 import hydra
 import torch
+from control_tasks import ENVS, make_env, make_measure
 from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from tensordict.nn import TensorDictSequential
+from torch import nn
 from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
-from torchrl.envs import ExplorationType, set_exploration_type
+from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from torchrl.modules import EGreedyModule
-from torchrl.objectives import SoftUpdate
+from torchrl.objectives import HardUpdate, SoftUpdate
 
 from torchrl_safety.data import NStepTransform, PrioritizedSampler
-from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv, PendulumEnv, PointMassEnv
-from torchrl_safety.modules import AngleEncoding, RainbowNetwork, greedy_policy, reset_noise
+from torchrl_safety.modules import AngleEncoding, NatureCNN, RainbowNetwork, greedy_policy, reset_noise
 from torchrl_safety.objectives import (
     AvoidBackup,
     CategoricalDQNLoss,
@@ -30,23 +31,10 @@ from torchrl_safety.objectives import (
     ReachAvoidBackup,
     SafetyDQNLoss,
 )
-from torchrl_safety.trainers import ExactSetEvaluator, StepGamma, TrainingRun, check_options
+from torchrl_safety.trainers import StepGamma, TrainingRun, check_options
 
 BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
-ENVS = {
-    "double_integrator": DoubleIntegratorEnv,
-    "dubins_car": DubinsCarEnv,
-    "pendulum": PendulumEnv,
-    "point_mass": PointMassEnv,
-}
-ENDS = {"avoid": "failure", "reach_avoid": "reach_avoid", "return": "failure"}  # of the roll-outs that are measured
 KEPT = "env problem seed num_envs n_steps buffer_size prioritized alpha noisy dueling categorical atoms hidden"
-
-
-def make_env(cfg: DictConfig, num_envs: int, **settings):
-    settings = {**{key: value for key, value in cfg.env.items() if key not in ("name", "grid", "support")}, **settings}
-    problem = "reach_avoid" if cfg.problem.name == "reach_avoid" else "avoid"
-    return ENVS[cfg.env.name](num_envs, problem=problem, seed=cfg.seed, device=cfg.device, **settings)
 
 
 def check(cfg: DictConfig) -> None:
@@ -54,8 +42,8 @@ def check(cfg: DictConfig) -> None:
     check_options(
         cfg,
         choices={"dueling": ("mean", "max", None), "problem.n_step": ("last", "best")},
-        flags="double noisy prioritized categorical",
-        whole="batch_size n_steps atoms buffer_size warmup_frames",
+        flags="double noisy prioritized categorical compile epsilon.with_noise",
+        whole="batch_size n_steps atoms buffer_size warmup_frames updates" + " target_period" * bool(cfg.target_period),
         positive="lr.start lr.end tau",
         shares="epsilon.start epsilon.end beta tau",
         amounts="alpha sigma_init epsilon.fraction",
@@ -84,7 +72,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     torch.manual_seed(cfg.seed)
     env = make_env(cfg, cfg.num_envs)
     backup = BACKUPS[cfg.problem.name]()
-    features = env.observation_spec["observation"].shape[-1]
+    features, encoder = encode(env)
     network = RainbowNetwork(
         features,
         env.action_spec.space.n,
@@ -94,32 +82,35 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         dueling=cfg.dueling,
         noisy=cfg.noisy,
         sigma_init=cfg.sigma_init,
-        encoder=AngleEncoding(features, env.angles) if env.angles else None,
+        encoder=encoder,
         device=cfg.device,
     )
     make_loss = CategoricalDQNLoss if cfg.categorical else SafetyDQNLoss
     loss = make_loss(network, backup=backup, double=cfg.double, n_step=cfg.problem.n_step, bootstrap_on_truncation=True)
+    compute = torch.compile(loss, fullgraph=True) if cfg.compile else loss
     policy = greedy_policy(network)
 
     def best_value(states: torch.Tensor) -> torch.Tensor:
         return policy(TensorDict({"observation": states}, states.shape[:-1]))["chosen_action_value"]
 
+    at_random = 0.0 if cfg.noisy and not cfg.epsilon.with_noise else 1.0
     epsilon = EGreedyModule(
         env.action_spec,
-        eps_init=cfg.epsilon.start,
-        eps_end=cfg.epsilon.end,
+        eps_init=at_random * cfg.epsilon.start,
+        eps_end=at_random * cfg.epsilon.end,
         annealing_num_steps=max(int(cfg.epsilon.fraction * cfg.frames), 1),
     ).to(cfg.device)
     explore = TensorDictSequential(policy, epsilon)
 
-    updates = (cfg.frames - cfg.warmup_frames) // cfg.num_envs + 1
+    updates = ((cfg.frames - cfg.warmup_frames) // cfg.num_envs + 1) * cfg.updates
     uniform = RandomSampler()
     prioritized = PrioritizedSampler(cfg.buffer_size, cfg.alpha, cfg.beta, beta_annealing_steps=updates)
     window = [*backup.signals, "observation"] if cfg.problem.n_step == "best" else [*backup.signals]
+    windows = NStepTransform(cfg.n_steps, signals=window, num_envs=cfg.num_envs)
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(cfg.buffer_size, device=cfg.device),
         sampler=prioritized if cfg.prioritized else uniform,
-        transform=NStepTransform(cfg.n_steps, signals=window, num_envs=cfg.num_envs),
+        transform=windows,
         batch_size=cfg.batch_size,
         priority_key="td_error",
     )
@@ -128,7 +119,10 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
 
     optimizer = torch.optim.Adam(loss.parameters(), cfg.lr.start, fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, (cfg.lr.end / cfg.lr.start) ** (1 / updates))
-    target = SoftUpdate(loss, tau=cfg.tau)
+    if cfg.target_period is None:
+        target = SoftUpdate(loss, tau=cfg.tau)
+    else:
+        target = HardUpdate(loss, value_network_update_interval=cfg.target_period)
     gamma = StepGamma(
         cfg.frames,
         gamma_start=cfg.gamma.start,
@@ -136,16 +130,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         ratio=cfg.gamma.ratio,
         period=cfg.gamma.period,
     )
-    measure = ExactSetEvaluator(
-        make_env(cfg, cfg.rollouts, max_steps=None, end_criterion=ENDS[cfg.problem.name]),
-        backup,
-        low=cfg.env.grid.low,
-        high=cfg.env.grid.high,
-        grid=cfg.env.grid.nodes,
-        level=cfg.problem.level,
-        rollout_steps=cfg.rollout_steps,
-        seed=cfg.seed,
-    )
+    measure = make_measure(cfg, backup)
     facts = {
         "algorithm": "rainbow" if cfg.categorical else "dqn",
         "env": cfg.env.name,
@@ -165,6 +150,9 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         device=cfg.device,
         **components,
     ) as run:
+        if getattr(env, "needs_reset", False):  # a simulator's world is not in the checkpoint: new episodes begin
+            windows.clear()
+            run.state = env.reset()
         while run.frames < cfg.frames:
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
                 reset_noise(policy)
@@ -173,10 +161,11 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             buffer.extend(transition.select(*stored))
             run.advance(cfg.num_envs)
             loss.gamma = gamma.step(run.frames)
-            if run.frames >= cfg.warmup_frames and len(buffer) >= cfg.batch_size:
+            ready = run.frames >= cfg.warmup_frames and len(buffer) >= cfg.batch_size
+            for _ in range(cfg.updates if ready else 0):
                 batch = buffer.sample()
                 reset_noise(loss)
-                losses = loss(batch)
+                losses = compute(batch)
                 optimizer.zero_grad()
                 losses["loss"].backward()
                 torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
@@ -186,14 +175,26 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 buffer.update_tensordict_priority(batch)
                 run.count_update()
             if run.updates and run.due(cfg.evaluations):
+                scores = measure(policy, best_value).scores
                 run.report(
-                    measure(policy, best_value).scores,
+                    scores,
                     gamma=gamma.gamma,
+                    epsilon=epsilon.eps.item(),
                     **{key: value.item() for key, value in losses.items()},
                 )
                 warn_of_clipping(run)
             run.save_if_due()
-        run.finish(measure, measure(policy, best_value), labels=cfg.env.grid.labels, **facts)
+        found = measure(policy, best_value)
+        title = f"{cfg.env.name}, {cfg.problem.name}, seed {cfg.seed}, {run.frames:,} frames: "
+        run.finish(found.scores, figures=measure.figures(found, title), **facts)
+
+
+def encode(env: EnvBase) -> tuple[int | tuple[int, ...], nn.Module | None]:
+    """What a network reads of the observations, and the encoder that it needs."""
+    shape = tuple(env.observation_spec["observation"].shape[1:])
+    if len(shape) == 3:
+        return shape, NatureCNN(shape)
+    return shape[0], AngleEncoding(shape[0], env.angles) if env.angles else None
 
 
 def warn_of_clipping(run: TrainingRun) -> None:

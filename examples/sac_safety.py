@@ -201,7 +201,10 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                     **{key: value.item() for key, value in losses.items()},
                 )
             run.save_if_due()
-        run.finish(measure, measure(actor, best_value), labels=cfg.env.grid.labels, **facts)
+        found = measure(actor, best_value)
+        title = f"{facts['algorithm']}, {cfg.env.name}, {cfg.problem.name}, seed {cfg.seed}: "
+        figures = {"value_map": measure.picture(found, labels=cfg.env.grid.labels, title=title)}
+        run.finish(found.scores, figures=figures, **facts)
 
 
 if __name__ == "__main__":

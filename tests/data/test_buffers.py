@@ -292,6 +292,7 @@ def test_each_copy_has_a_priority_of_its_own_and_beta_grows():
 @EACH
 @pytest.mark.parametrize("capacity", [5, 11, 40])
 def test_resizing_keeps_the_newest_items_with_their_priorities_and_trajectories(kind, capacity):
+    """MATH §5: resize(n)."""
     buffer, batch = make(kind, 14), frames_of(1, 30, end=0.2)[0]
     for piece in batch[:24].split(5):
         buffer.extend(piece)

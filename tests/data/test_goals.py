@@ -83,6 +83,7 @@ def test_a_state_that_does_not_fit_is_named():
 @pytest.mark.parametrize("keep_failures", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_relabelled_transition_is_the_one_worked_out_by_hand(keep_failures, dtype):
+    """MATH §5: the goal changes in both states, reward and end are recomputed."""
     frames = line_frames(2, 30, end=0.6, dtype=dtype)
     frames["next", "desired_goal"][0, ::3] = frames["next", "achieved_goal"][0, ::3]
     goals = frames["next", "achieved_goal"] + torch.randint(
@@ -134,6 +135,7 @@ def margin(transition):
 
 
 def test_target_margins_are_recomputed_at_both_states_and_seen_by_the_functions_after():
+    """MATH §5: margins too."""
     frames = line_frames(1, 12, end=0.0)
     frames["target_margin"] = frames["next", "target_margin"] = torch.full((1, 12, 1), -9.0)
     goals = [frames["next", "achieved_goal"][:, 5:6].expand(1, 12, 1)]

@@ -63,6 +63,7 @@ def goals_by_frame(rows):
 @pytest.mark.parametrize("num_goals", range(1, 8))
 @pytest.mark.parametrize("strategy", ["final", "episode", "future"])
 def test_the_goals_of_each_step_are_those_of_the_strategy(strategy, num_goals):
+    """MATH §5: final, episode and future, with the number of copies that each step has."""
     for length in range(1, 7):
         batch = ends_every(length, 30)
         goals = goals_by_frame(hindsight(strategy=strategy, num_goal_samples=num_goals).inv(batch[0]))
@@ -105,6 +106,7 @@ def test_copies_are_the_relabelled_frames_of_complete_episodes(strategy, keep_fa
 
 
 def test_failures_end_the_copies_unless_asked_otherwise():
+    """MATH §5: terminations by failure are kept."""
     fell = torch.tensor([[[False], [False], [True]]])
     batch = line_episodes(fell, torch.zeros_like(fell))
     batch["next", "achieved_goal"][0, 2] = 50.0
@@ -246,6 +248,7 @@ def test_no_goal_comes_from_another_episode_or_env():
 
 
 def test_random_goals_are_any_that_were_achieved_lately():
+    """MATH §5: the strategy random."""
     batch = line_frames(3, 100, seed=2, end=0.1)
     transform = hindsight(3, strategy="random", num_goal_samples=5, goal_memory=30)
     copied = set()

@@ -59,6 +59,7 @@ def test_every_row_of_a_buffer_has_the_same_entries_and_sampling_changes_nothing
 
 
 def test_each_copy_has_a_priority_of_its_own():
+    """MATH §5: a copy is an item like any other."""
     sampler = PrioritizedSampler(10_000, alpha=1.0, eps=0.0, generator=torch.Generator().manual_seed(0))
     rb = buffer_with(hindsight(2, strategy="future"), sampler=sampler)
     index = rb.extend(line_frames(2, 30, seed=3))

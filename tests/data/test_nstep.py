@@ -98,6 +98,7 @@ def stored(rb):
 @pytest.mark.parametrize("num_envs", [1, 2, 7])
 @pytest.mark.parametrize("end", [0.0, 0.1, 0.6])
 def test_rows_equal_those_of_a_loop_over_windows(n_steps, num_envs, end):
+    """MATH §5: windows never cross the end of an episode or enter another environment's data."""
     batch = frames(num_envs, 23, seed=n_steps, end=end)
     for pieces in ([batch], batch.unbind(1), batch.split(4, 1)):
         transform = NStepTransform(n_steps, signals=SIGNALS, num_envs=num_envs)

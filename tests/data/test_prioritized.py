@@ -50,6 +50,7 @@ def leaf_of(priority, alpha=ALPHA, eps=EPS):
 @pytest.mark.parametrize("capacity", [1, 3, 1000, 1_000_000])
 @pytest.mark.parametrize("stratified", [False, True])
 def test_items_are_drawn_in_proportion_to_their_leaves(capacity, stratified):
+    """MATH §5: leaf (p + ε)^α, P(j) = leaf_j / Σ leaf."""
     buffer = make(capacity, stratified=stratified)
     priority = torch.rand(capacity, generator=torch.Generator().manual_seed(1)) * 10
     buffer.update_priority(torch.arange(capacity), priority)
@@ -64,6 +65,7 @@ def test_items_are_drawn_in_proportion_to_their_leaves(capacity, stratified):
 
 
 def test_a_stratified_batch_makes_one_draw_in_each_equal_part_of_the_total():
+    """MATH §5: one draw in each of B equal segments."""
     buffer = make(50, stratified=True)
     buffer.update_priority(torch.arange(50), torch.rand(50, generator=torch.Generator().manual_seed(1)))
     upto = leaves(buffer).cumsum(0)
@@ -87,6 +89,7 @@ def test_the_last_stratum_stays_below_the_total_whatever_the_total_is(share, mon
 
 
 def test_alpha_zero_draws_uniformly_with_weights_of_one():
+    """MATH §5: α = 0 is uniform."""
     buffer = make(4, alpha=0.0, weight_normalization=None, batch_size=10_000)
     buffer.update_priority(torch.arange(4), torch.tensor([0.0, 1.0, 100.0, 1e-3]))
     batch = buffer.sample()
@@ -95,6 +98,7 @@ def test_alpha_zero_draws_uniformly_with_weights_of_one():
 
 
 def test_an_empty_slot_is_never_drawn():
+    """MATH §5: its leaf is 0."""
     buffer = make(1000, 3, batch_size=5000)
     assert set(buffer.sample()["index"].tolist()) == {0, 1, 2}
     with pytest.raises(IndexError, match="index 3 names an empty slot, the buffer holds 3 items"):
@@ -117,6 +121,7 @@ def test_an_empty_buffer_says_that_it_is_empty():
 
 @pytest.mark.parametrize("normalization", ["batch", "buffer", None])
 def test_weights_are_the_inverse_powers_of_the_probability(normalization):
+    """MATH §5: w_j = (N P(j))^-β over the maximum of the batch, of the buffer, or nothing."""
     buffer = make(20, 15, weight_normalization=normalization, beta=0.7)
     priority = torch.rand(15, generator=torch.Generator().manual_seed(1))
     buffer.update_priority(torch.arange(15), priority)
@@ -145,6 +150,7 @@ def test_a_normalised_weight_is_at_most_one_also_beside_new_items_and_after_an_e
 
 
 def test_beta_rises_in_a_straight_line_with_each_sample_and_stays_at_one():
+    """MATH §5: β_k = min(1, β0 + k (1 - β0) / N_S), k counted once per draw."""
     buffer = make(4, beta=0.4, beta_annealing_steps=10, weight_normalization=None)
     buffer.update_priority(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
     probability = leaves(buffer) / leaves(buffer).sum()
@@ -168,6 +174,7 @@ def test_beta_without_annealing_is_the_users_to_move():
 
 @pytest.mark.parametrize("write", ["extend", "add"])
 def test_a_new_item_gets_the_largest_priority_with_alpha_applied_once(write):
+    """MATH §5: a new item gets (p_max + ε)^α."""
     buffer = make(10, 0)
 
     def put(n):
@@ -248,6 +255,7 @@ def test_of_equal_indices_in_one_update_the_last_wins():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1e-3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_bad_priority_is_refused_with_nothing_changed(bad, dtype):
+    """MATH §5: NaN, infinite and negative priorities change nothing."""
     for max_priority in ("ever", "buffer"):
         buffer = make(4, max_priority=max_priority)
         buffer.update_priority(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -285,6 +293,7 @@ def test_a_batch_without_items_is_refused(batch_size):
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
 def test_updates_aimed_at_a_slot_rewritten_since_it_was_sampled_are_dropped(storage):
+    """MATH §5: what was learned of one item says nothing of the next."""
     buffer = make(4, storage=storage, batch_size=200)
     batch = buffer.sample()
     buffer.extend(items(2))
@@ -504,6 +513,7 @@ def through_a_folder(buffer, other, path):
 @pytest.mark.parametrize("travel", [through_the_sampler, through_the_buffer, through_a_folder])
 @pytest.mark.parametrize("max_priority", ["ever", "buffer"])
 def test_a_loaded_sampler_continues_the_very_same_draws(travel, max_priority, tmp_path):
+    """MATH §5: β, k and the generator are in the state."""
     buffer = lived_in(max_priority=max_priority)
     other = make(50, 0, beta_annealing_steps=40, max_priority=max_priority, generator=torch.Generator().manual_seed(99))
     travel(buffer, other, tmp_path)

@@ -114,6 +114,7 @@ def test_the_priorities_of_items_can_be_read():
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 1.0])
 def test_ranked_draws_follow_the_inverse_power_of_the_rank(alpha):
+    """MATH §5: P(j) ∝ (1 / rank(j))^α."""
     buffer = make(50, alpha=alpha, variant="rank", sort_interval=1)
     priority = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) ** 5
     buffer.update_priority(torch.arange(50), priority)

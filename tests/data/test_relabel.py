@@ -201,6 +201,7 @@ def windows(envs: Envs, kept: list, frame: tuple, goal: tuple | None, n_steps: i
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_windows_are_those_of_a_plain_loop(layout, strategy):
+    """MATH §5: sampled windows never cross the end of an episode, a write cursor or another environment's data."""
     capacity = 24 if layout == "columns" else 23
     envs = Envs(NUM_ENVS[layout], longest=7)
     rb = buffer_with(relabel(layout, strategy=strategy, share=0.7, n_steps=3), capacity, 120, layout)

@@ -13,6 +13,7 @@ from runs import module
     [([0.02] * 8, 1), ([0.02, 0.0, 0.02, 0.02, 0.02, 0.02, 0.0, 0.02, 0.02, 0.02], 1), ([0.02, 0.02, 0.0] * 4, 0)],
 )
 def test_mass_that_stays_beyond_the_support_is_told_once(shares, warnings):
+    """MATH §4: one warning when the clipped share stays above 1 %."""
     warn_of_clipping = module("rainbow_safety")["warn_of_clipping"]
     said, rows = [], []
     for share in shares:

@@ -20,6 +20,7 @@ def streams(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
 def test_every_atom_is_joined_on_its_own(mode, shape):
+    """MATH §9: Q = V + A - mean_a A, or - max_a A, per atom."""
     value, advantage = streams(*shape)
     joined = DuelingHead(mode, action_dim=-2)(value, advantage)
     assert joined.shape == advantage.shape
@@ -43,6 +44,7 @@ def test_the_value_stream_is_the_mean_or_the_maximum_of_the_result(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_shift_of_all_advantages_changes_nothing(mode):
+    """MATH §9: identifiable."""
     value, advantage = streams(5)
     head = DuelingHead(mode, action_dim=-2)
     torch.testing.assert_close(head(value, advantage + 3.0), head(value, advantage))

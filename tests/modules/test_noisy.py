@@ -58,6 +58,7 @@ def learned(params) -> torch.Tensor:
 
 
 def test_means_start_uniform_within_one_over_root_in_and_scales_constant():
+    """MATH §9: μ ~ U(±1/√in), σ_w = σ0/√in, σ_b = σ0/√out."""
     torch.manual_seed(0)
     layer = NoisyLinear(100, 3000, sigma_init=0.4)
     for mean in (layer.weight_mu, layer.bias_mu):
@@ -67,6 +68,7 @@ def test_means_start_uniform_within_one_over_root_in_and_scales_constant():
 
 
 def test_factorised_noise_is_an_outer_product_of_signed_roots_of_normal_numbers():
+    """MATH §9: ε_w = f(ε_out) f(ε_in)ᵀ, ε_b = f(ε_out), f(x) = sgn(x) √|x|."""
     layer = NoisyLinear(1500, 2000, dtype=torch.float64)
     layer.reset_noise(generator())
     out = layer.bias_noise
@@ -78,6 +80,7 @@ def test_factorised_noise_is_an_outer_product_of_signed_roots_of_normal_numbers(
 
 
 def test_independent_noise_is_normal_and_not_an_outer_product():
+    """MATH §9: one number for every weight."""
     layer = NoisyLinear(200, 100, factorised=False)
     layer.reset_noise(generator())
     assert fills(layer.weight_noise, normal_cdf)
@@ -87,6 +90,7 @@ def test_independent_noise_is_normal_and_not_an_outer_product():
 
 @pytest.mark.parametrize("factorised", [True, False])
 def test_training_mode_adds_scaled_noise_and_evaluation_mode_is_the_mean_exactly(factorised):
+    """MATH §9: the deterministic mode uses μ."""
     layer = NoisyLinear(3, 2, factorised=factorised, dtype=torch.float64)
     x = torch.randn(5, 4, 3, generator=generator(), dtype=torch.float64)
     names = ("weight_mu", "weight_sigma", "weight_noise", "bias_mu", "bias_sigma", "bias_noise")
@@ -189,6 +193,11 @@ def categorical_loss() -> LossModule:
     return CategoricalDQNLoss(network, backup=AvoidBackup())
 
 
+def streams_loss() -> LossModule:
+    network = RainbowNetwork(4, 3, support=(-2.0, 2.0), atoms=11, hidden=(8,), head_hidden=(6,), noisy="independent")
+    return CategoricalDQNLoss(network, backup=AvoidBackup())
+
+
 def torchrl_dqn_loss() -> LossModule:
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), NoisyLinear(8, 3))
     actor = QValueActor(module, in_keys=["observation"], action_space="categorical")
@@ -203,7 +212,7 @@ def torchrl_distributional_loss() -> LossModule:
     return DistributionalDQNLoss(actor, gamma=0.9)
 
 
-LOSSES = (categorical_loss, torchrl_dqn_loss, torchrl_distributional_loss)
+LOSSES = (categorical_loss, streams_loss, torchrl_dqn_loss, torchrl_distributional_loss)
 
 
 @pytest.fixture(params=LOSSES, ids=lambda make: make.__name__)
@@ -215,10 +224,11 @@ def loss(request) -> LossModule:
 
 
 def test_noise_is_on_inside_a_loss_and_every_scale_gets_a_gradient(loss):
+    """MATH §9: σ learns."""
     first = loss(discrete_batch())["loss"]
     first.backward()
     scales = {name: p.grad for name, p in loss.named_parameters() if "sigma" in name}
-    assert len(scales) == 2
+    assert len(scales) == 2 * sum(isinstance(part, NoisyLinear) for part in loss.value_network.modules())
     for name, gradient in scales.items():
         assert gradient is not None, name
         assert gradient.abs().sum() > 0, name
@@ -235,6 +245,7 @@ def test_evaluation_mode_of_the_network_switches_the_noise_of_its_loss_off(loss)
 
 
 def test_reset_noise_of_a_loss_redraws_online_and_target_independently_and_nothing_else(loss):
+    """MATH §9: online and target noise is independent, and other at each redraw."""
     online, target = loss.value_network_params, loss.target_value_network_params
     draws = []
     for seed in range(400):

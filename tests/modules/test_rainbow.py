@@ -1,4 +1,4 @@
-"""RainbowNetwork and the greedy policy on it."""
+"""RainbowNetwork: its shapes, its streams, its noise, and what it takes as an observation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import math
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.data import Categorical, OneHot
 
-from torchrl_safety.modules import AngleEncoding, NoisyLinear, RainbowNetwork, greedy_policy, reset_noise
+from torchrl_safety.modules import AngleEncoding, NoisyLinear, RainbowNetwork, reset_noise
 
 VARIANTS = [
     {"dueling": dueling, "noisy": noisy, "hidden": hidden}
@@ -83,6 +81,85 @@ def test_noise_is_in_the_head_only_and_only_if_asked_for(dueling):
         assert torch.equal(network(batch.clone())["action_value"], before) is not changes
 
 
+STREAMS = [
+    {"dueling": dueling, "noisy": noisy, "head_hidden": widths}
+    for dueling in ("mean", "max", None)
+    for noisy in (True, "independent", False)
+    for widths in ((8,), (8, 6))
+]
+
+
+@pytest.mark.parametrize("settings", STREAMS, ids=str)
+def test_hidden_layers_of_the_streams_are_those_of_separate_networks_joined_by_the_aggregation(settings):
+    network, x = make(**settings, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    features = network.torso(x)
+
+    def by_hand(stream: nn.Sequential) -> torch.Tensor:
+        y = features
+        *within, last = [layer for layer in stream if not isinstance(layer, nn.ReLU)]
+        assert [layer.out_features for layer in within] == list(settings["head_hidden"])
+        for layer in within:
+            y = layer(y).clamp_min(0)
+        return last(y)
+
+    if settings["dueling"] is None:
+        expected = by_hand(network.head).reshape(5, 3, 11)
+    else:
+        value = by_hand(network.head.value).reshape(5, 1, 11)
+        advantage = by_hand(network.head.advantage).reshape(5, 3, 11)
+        expected = network.dueling(value, advantage)
+    torch.testing.assert_close(network.logits(x), expected)
+    assert network(observe(2, 3))["action_value"].shape == (2, 3, 3)
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+@pytest.mark.parametrize("head_hidden", [(), (8,)])
+def test_a_constant_added_to_every_advantage_changes_nothing_and_one_added_to_the_value_all(mode, head_hidden):
+    """MATH §9: identifiable; Wang et al. 2016, eq. 8 and 9."""
+    network = make(dueling=mode, head_hidden=head_hidden, noisy=False, dtype=torch.float64)
+    x = torch.rand(5, 2, dtype=torch.float64)
+    before = network.logits(x)
+    bias = network.head.advantage[-1].bias if head_hidden else network.head.bias[11:]
+    shift = torch.randn(11, dtype=torch.float64)  # one constant for each atom
+    with torch.no_grad():
+        bias += shift.repeat(3)
+    torch.testing.assert_close(network.logits(x), before)
+    bias = network.head.value[-1].bias if head_hidden else network.head.bias[:11]
+    with torch.no_grad():
+        bias += shift
+    torch.testing.assert_close(network.logits(x), before + shift)
+
+
+@pytest.mark.parametrize(
+    ("noisy", "noisy_hidden", "expected"),
+    [(True, True, [8, 11, 8, 33]), (True, False, [11, 33]), (False, True, []), ("independent", True, [8, 11, 8, 33])],
+)
+def test_noise_is_in_the_streams_where_it_is_asked_for(noisy, noisy_hidden, expected):
+    network = make(noisy=noisy, noisy_hidden=noisy_hidden, head_hidden=(8,), sigma_init=0.8)
+    layers = [layer for layer in network.modules() if isinstance(layer, NoisyLinear)]
+    assert [layer.out_features for layer in layers] == expected
+    assert {layer.factorised for layer in layers} <= {noisy != "independent"}
+    assert {layer.sigma_init for layer in layers} <= {0.8}
+    assert not any(isinstance(layer, NoisyLinear) for layer in network.torso.modules())
+
+
+@pytest.mark.parametrize(("noisy", "factorised"), [(True, True), ("factorised", True), ("independent", False)])
+@pytest.mark.parametrize("head_hidden", [(), (8,)])
+def test_the_kind_of_noise_is_that_of_the_layers(noisy, factorised, head_hidden):
+    network = make(noisy=noisy, head_hidden=head_hidden)
+    layers = [layer for layer in network.modules() if isinstance(layer, NoisyLinear)]
+    ranks = {torch.linalg.matrix_rank(layer.weight_noise).item() == 1 for layer in layers}
+    assert ranks == {factorised}
+
+
+def test_names_of_parameters_without_hidden_layers_of_the_streams_stay_as_they_were():
+    """Checkpoints hold them."""
+    layers = [f"torso.{i}.{name}" for i in (0, 2) for name in ("weight", "bias")]
+    noise = [f"head.{part}_{name}" for part in ("weight", "bias") for name in ("mu", "sigma", "noise")]
+    assert {*make(hidden=(16, 16)).state_dict()} == {"support", *layers, *noise}
+    assert {*make(hidden=(16, 16), noisy=False).state_dict()} == {"support", *layers, "head.weight", "head.bias"}
+
+
 def test_sigma_init_reaches_the_head():
     torch.testing.assert_close(make(sigma_init=0.8).head.weight_sigma.detach(), torch.full((44, 16), 0.8 / 4))
 
@@ -125,6 +202,9 @@ def test_a_copy_and_a_state_dict_compute_the_same():
         ({"support": (0.0, float("inf"))}, "give finite"),
         ({"support": (0.0,)}, r"support is \(0.0,\)"),
         ({"hidden": 128}, r"hidden is 128.*hidden=\(128,\)"),
+        ({"head_hidden": 512}, r"head_hidden is 512.*head_hidden=\(512,\)"),
+        ({"noisy": "gaussian"}, r"noisy is 'gaussian'; choose one of \[False, True, 'factorised', 'independent'\]"),
+        ({"noisy": None}, "noisy is None"),
         ({"sigma_init": float("inf")}, "sigma_init is inf"),
         ({"atoms": 1}, "atoms is 1"),
         ({"dueling": "sum"}, "dueling mode is 'sum'"),
@@ -150,9 +230,19 @@ def test_an_observation_that_is_missing_or_of_another_size_is_named():
         network(TensorDict({"observation": torch.zeros(5, 3)}, [5]))
 
 
+@pytest.mark.parametrize("settings", [{}, {"hidden": (), "head_hidden": (8,)}, {"support": None}], ids=str)
+def test_a_network_compiles_without_graph_breaks(settings):
+    network, batch = make(**settings), observe(5)
+    expected = network(batch.clone())["action_value"]
+    torch.compiler.reset()
+    compiled = torch.compile(network, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(batch)["action_value"], expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden": (), "head_hidden": (8,)}, {"hidden": (), "noisy": False}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
-def test_an_observation_of_another_type_is_taken_in_the_precision_of_the_network(dtype):
-    network = make()
+def test_an_observation_of_another_type_is_taken_in_the_precision_of_the_network(dtype, settings):
+    network = make(**settings)
     numbers = torch.tensor([[1.0, -2.0], [0.0, 3.0]])
     expected = network(TensorDict({"observation": numbers}, [2]))["action_value"]
     assert torch.equal(network(TensorDict({"observation": numbers.to(dtype)}, [2]))["action_value"], expected)
@@ -195,61 +285,3 @@ def test_the_parameters_of_an_encoder_are_those_of_the_network():
     network(observe(5))["action_value"].sum().backward()
     assert network.encoder.weight.grad.abs().sum() > 0
     assert {*network.encoder.parameters()} < {*network.parameters()}
-
-
-# --- the greedy policy ---
-
-
-def table(values: list[list[float]]) -> TensorDictModule:
-    """A value network that ignores the observation."""
-    return TensorDictModule(lambda observation: torch.tensor(values), ["observation"], ["action_value"])
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4)])
-def test_the_greedy_action_is_the_index_of_the_largest_value(shape):
-    network = make()
-    result = greedy_policy(network)(observe(*shape))
-    action, values = result["action"], result["action_value"]
-    assert action.shape == shape
-    assert Categorical(3, shape=shape).is_in(action)
-    for index, row in zip(action.flatten().tolist(), values.reshape(-1, 3).tolist()):
-        assert row[index] == max(row)
-    best = result["chosen_action_value"]
-    assert best.shape == (*shape, 1)
-    assert torch.equal(best.squeeze(-1), values.amax(-1))
-
-
-def test_ties_give_one_valid_action_the_first():
-    result = greedy_policy(table([[10.0, 10.0, 3.0], [0.0, 7.0, 7.0], [1.0, 1.0, 1.0]]))(observe(3))
-    assert result["action"].tolist() == [0, 1, 0]
-    assert result["chosen_action_value"].tolist() == [[10.0], [7.0], [1.0]]
-
-
-def test_the_policy_shares_the_weights_and_the_noise_of_its_network():
-    network, batch = make(), observe(5)
-    policy = greedy_policy(network, action_key=("agent", "action"))
-    reset_noise(policy)
-    assert torch.equal(policy(batch.clone())["action_value"], network(batch.clone())["action_value"])
-    assert {*policy.parameters()} == {*network.parameters()}
-    assert policy(batch)["agent", "action"].shape == (5,)
-
-
-def test_a_wrapped_network_makes_a_policy_too():
-    halve = TensorDictModule(lambda x: x / 2, ["pixels"], ["observation"])
-    network = make()
-    policy = greedy_policy(TensorDictSequential(halve, network))
-    x = torch.rand(5, 2)
-    expected = network(TensorDict({"observation": x / 2}, [5]))["action_value"].argmax(-1)
-    assert torch.equal(policy(TensorDict({"pixels": x}, [5]))["action"], expected)
-
-
-def test_a_policy_of_indices_refuses_a_one_hot_environment():
-    network = RainbowNetwork(2, 3, support=(-1.0, 1.0))
-    with pytest.raises(ValueError, match=r"OneHot.*categorical_action_encoding=True"):
-        greedy_policy(network, spec=OneHot(3))
-    assert "action" in greedy_policy(network, spec=Categorical(3)).out_keys
-
-
-def test_a_network_that_names_no_values_is_refused():
-    with pytest.raises(ValueError, match=r"Linear without out_keys.*TensorDictModule"):
-        greedy_policy(torch.nn.Linear(2, 3))

@@ -61,6 +61,7 @@ def project_by_loop(atoms, probs, bounds):
 @given(supports(), st.integers(0, 2**31))
 @LAWS
 def test_the_projection_is_the_loop(bounds, seed):
+    """MATH §4: mass p (1 - (b - l)) to node l and p (b - l) to node l + 1, b = (image - vmin) / Δz."""
     low, high, _ = bounds
     atoms = uniform(low - (high - low) / 3, high + (high - low) / 3, (3, 9), seed)
     probs = probabilities((3, 9), seed)
@@ -73,6 +74,7 @@ def test_the_projection_is_the_loop(bounds, seed):
 @given(bounds=supports(), seed=st.integers(0, 2**31))
 @LAWS
 def test_the_mass_is_kept_and_never_negative(dtype, bounds, seed):
+    """MATH §4: the mass sums to 1."""
     low, high, n = bounds
     atoms = torch.cat([uniform(low - 9, high + 9, (4, 40), seed, dtype), nodes(bounds, dtype).expand(4, n)], -1)
     projected = project_categorical(atoms, probabilities(atoms.shape, seed, dtype), nodes(bounds, dtype))
@@ -98,6 +100,7 @@ def test_the_mean_is_preserved_inside_the_support(dtype, bounds, seed):
 @every_support
 @every_dtype
 def test_no_discount_and_no_reward_is_the_identity(bounds, dtype):
+    """MATH §4: γ = 1 and r = 0 change nothing."""
     support, probs = nodes(bounds, dtype), probabilities((5, bounds[2]), seed=0, dtype=dtype)
     reward = torch.zeros(5, 1, dtype=dtype)
     step = DiscountedReturnBackup().step_map({"reward": reward}, gamma=1.0, terminated=reward.bool())
@@ -125,6 +128,7 @@ def test_an_atom_on_a_node_gives_it_all_its_mass(bounds, dtype):
 
 @every_dtype
 def test_integer_positions_lose_no_mass(dtype):
+    """MATH §4: also where b is an integer."""
     support = torch.arange(-4, 5, dtype=dtype)
     projected = project_categorical(support.unsqueeze(-1), torch.ones(9, 1, dtype=dtype), support)
     assert torch.equal(projected, torch.eye(9, dtype=dtype))
@@ -133,6 +137,7 @@ def test_integer_positions_lose_no_mass(dtype):
 @every_support
 @every_dtype
 def test_atoms_beyond_the_support_land_on_its_ends(bounds, dtype):
+    """MATH §4: images are clamped to [vmin, vmax]."""
     low, high, n = bounds
     atoms = torch.tensor([[-math.inf, low - 1e6, low - 1e-3, high + 1e-3, high + 1e6, math.inf]], dtype=dtype)
     probs = torch.tensor([[0.05, 0.15, 0.2, 0.3, 0.1, 0.2]], dtype=dtype)
@@ -146,6 +151,7 @@ def test_atoms_beyond_the_support_land_on_its_ends(bounds, dtype):
 @given(bounds=supports())
 @LAWS
 def test_rounding_never_pushes_the_top_atom_out_of_its_row(bounds):
+    """MATH §4: b is clamped to [0, N - 1] and l to N - 2."""
     support = nodes(bounds, torch.float32)
     n = len(support)
     atoms = torch.full((3, 2), 1e9)
@@ -158,6 +164,7 @@ def test_rounding_never_pushes_the_top_atom_out_of_its_row(bounds):
 
 
 def test_zero_is_a_legal_lower_bound_and_is_not_taken_for_a_missing_one():
+    """MATH §4: vmin = 0 is legal."""
     projected = project_categorical(torch.tensor([[-0.5]]), torch.ones(1, 1), torch.linspace(0, 1, 5))
     assert projected.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
 

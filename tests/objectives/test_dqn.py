@@ -162,6 +162,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) ->
 @pytest.mark.parametrize("layout", ["transitions", "last", "best"])
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_loss_priority_and_clipped_mass_equal_the_loop(problem, double, layout, bootstrap):
+    """MATH §4: loss -Σ m log softmax, priority KL(m || p), and the share of the mass that is clipped."""
     batch = transitions(24) if layout == "transitions" else windows(24)
     settings = {"double": double, "bootstrap_on_truncation": bootstrap}
     settings |= {} if layout == "transitions" else {"n_step": layout}
@@ -196,7 +197,7 @@ def test_float32_agrees_and_stays_float32():
 
 
 def test_a_window_by_hand():
-    """gamma .5, margins .6 then .2 (terminal): F0(.2) = .5 * .6 + .5 * min(.6, .2) = .4 whatever the network says."""
+    """MATH §3: gamma .5, margins .6 then .2 (terminal) give F0(.2) = .5 * .6 + .5 * min(.6, .2) = .4."""
     batch = windows(1, n=2)
     batch["steps", "valid"][:] = True
     batch["steps", "safety_margin"] = torch.tensor([[[0.6], [0.2]]], dtype=torch.float64)
@@ -223,6 +224,7 @@ class Table(torch.nn.Module):
 
 @pytest.mark.parametrize("double", [True, False])
 def test_double_evaluates_the_action_that_the_online_network_prefers(double):
+    """MATH §9: chosen by the online network, evaluated by the target network."""
     table = TensorDictModule(Table(), ["observation"], ["value_logits", "action_value"])
     loss = CategoricalDQNLoss(table, backup=AvoidBackup(), gamma=1.0, double=double)
     loss.target_value_network_params["module", "swapped"].fill_(1.0)
@@ -304,6 +306,7 @@ def test_identity_keeps_the_distribution_of_the_next_state():
 
 
 def test_all_mass_off_the_support_is_reported_and_put_on_its_ends():
+    """MATH §4: the clipped share is reported."""
     batch = transitions(8)
     batch["next", "done"][:] = True
     batch["next", "safety_margin"] = torch.tensor([[-5.0], [5.0], [0.8], [-1.0]] * 2, dtype=torch.float64)
@@ -346,6 +349,7 @@ def test_the_priority_of_a_perfect_prediction_is_zero_never_negative():
 
 
 def test_cross_entropy_is_the_other_priority():
+    """MATH §4: cross-entropy is selectable."""
     loss, batch = make(priority="cross_entropy"), transitions(16)
     loss(batch)
     close(batch["td_error"], reference(loss, batch, "avoid")["cross_entropy"])
@@ -353,6 +357,7 @@ def test_cross_entropy_is_the_other_priority():
 
 @pytest.mark.parametrize("shape", [(16,), (16, 1)])
 def test_weights_multiply_each_loss_and_leave_priorities_alone(shape):
+    """MATH §9: mean_j w_j CE_j, not Σ w l / Σ w. MATH §5: the priority comes from the unweighted error."""
     loss, batch = make(), transitions(16)
     expected = reference(loss, batch, "avoid")
     weight = torch.linspace(0, 0.4, 16, dtype=torch.float64)

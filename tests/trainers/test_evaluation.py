@@ -258,6 +258,8 @@ def test_the_rates_come_with_their_intervals():
     assert found.safe_interval == binomial_interval(7, 10, confidence=0.8)
     assert found.success_interval == binomial_interval(10, 10, confidence=0.8)
     assert found.scores == {
+        "mean_return": None,
+        "std_return": None,
         "safe_rate": 0.7,
         "safe_rate_low": found.safe_interval[0],
         "safe_rate_high": found.safe_interval[1],

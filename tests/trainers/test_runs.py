@@ -185,9 +185,18 @@ def test_the_end_of_a_run_is_a_table_a_summary_and_pictures(tmp_path, capsys):
         run.advance(128)
         run.report(found.scores, loss=0.125)
         run.warn("something odd")
-        run.finish(measure, found, labels=("x", "v"), seed=3, problem="avoid")
+        run.finish(
+            found.scores, figures={"value_map": measure.picture(found, labels=("x", "v"))}, seed=3, problem="avoid"
+        )
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == {**found.scores, "frames": 128, "seconds": summary["seconds"], "seed": 3, "problem": "avoid"}
+    assert summary == {
+        **found.scores,
+        "frames": 128,
+        "updates": 0,
+        "seconds": summary["seconds"],
+        "seed": 3,
+        "problem": "avoid",
+    }
     for name in ("value_map.png", "curves.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     out, err = capsys.readouterr()
@@ -204,7 +213,7 @@ def test_a_run_that_reported_nothing_has_no_curves_and_its_value_map_still(tmp_p
     found = measure(lambda td: td.set("action", torch.ones(2, dtype=torch.int64)), lambda states: states[..., :1])
     with begin(tmp_path) as run:
         run.advance(100)
-        run.finish(measure, found, labels=("x", "v"), seed=0)
+        run.finish(found.scores, figures={"value_map": measure.picture(found, labels=("x", "v"))}, seed=0)
     assert (tmp_path / "value_map.png").exists()
     assert not (tmp_path / "curves.png").exists()
     assert not (tmp_path / "metrics.csv").exists()

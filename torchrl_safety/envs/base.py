@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from torchrl_safety.envs.settings import check_box, check_choice, check_count
-from torchrl_safety.envs.stateless import StatelessEnv, require
+from torchrl_safety.envs.stateless import StatelessEnv, clear_ended, is_plain, require
 
 __all__ = ["NativeEnv"]
 
@@ -33,7 +33,7 @@ def _never(failed: Tensor, _: Any) -> Tensor:
 
 
 # From whether g(s') < 0, and l(s'), to whether the episode has ended.
-END_CRITERIA: dict[str, Callable[[Tensor, Any], Tensor]] = {
+END_CRITERIA: dict[str, Callable[[Any, Any], Any]] = {
     "failure": _at_failure,
     "reach_avoid": _at_failure_or_target,
     "timeout": _never,
@@ -306,7 +306,7 @@ class NativeEnv(StatelessEnv):
     def _step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         # The same result as TorchRL's step, step_mdp and masked reset, without their generic key handling, which
         # costs more than the dynamics do in small batches. Anything out of the ordinary takes TorchRL's own way.
-        if not self._is_plain(tensordict):
+        if not is_plain(self, tensordict):
             return super()._step_and_maybe_reset(tensordict)
         self._assert_tensordict_shape(tensordict)
         entries = self._step_entries(tensordict)
@@ -315,11 +315,7 @@ class NativeEnv(StatelessEnv):
         del entries["reward"]
         done = entries["done"]
         if done.any():
-            # As in TorchRL, what a reset does not write (an old action, say) becomes zero in the rows that ended.
-            ended = done.squeeze(-1)
-            for key in root.keys() - entries.keys():
-                value = root[key]
-                root[key] = value.masked_fill(ended.reshape(-1, *(1,) * (value.ndim - 1)), 0)
+            clear_ended(root, entries, done.squeeze(-1))
             fresh = self.sample_states(self.numel(), self._generator)
             step_count = entries.get("step_count")
             entries = self._reset_entries(torch.where(done, fresh, entries[self.state_key]))
@@ -327,16 +323,6 @@ class NativeEnv(StatelessEnv):
                 entries["step_count"] = step_count.masked_fill(done, 0)
         root.update(entries)
         return tensordict, self._wrap(root)
-
-    def _is_plain(self, tensordict: TensorDictBase) -> bool:
-        return (
-            type(tensordict) is TensorDict
-            and tensordict.device == self.device
-            and self._post_step_mdp_hooks is None
-            and not self.run_type_checks
-            and not ({"next", "_step", "_reset"} & set(tensordict.keys()))
-            and all(isinstance(value, Tensor) for value in tensordict.values())
-        )
 
 
 def _check_settings(problem: str, end_criterion: str, max_steps: int | None) -> None:

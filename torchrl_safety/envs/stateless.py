@@ -102,6 +102,25 @@ def require(tensordict: TensorDictBase, key: str, remedy: str) -> Tensor:
     return value
 
 
+def is_plain(env: EnvBase, tensordict: TensorDictBase) -> bool:
+    """Whether a step needs nothing of TorchRL's own way but the step itself."""
+    return (
+        type(tensordict) is TensorDict
+        and tensordict.device == env.device
+        and env._post_step_mdp_hooks is None
+        and not env.run_type_checks
+        and not ({"next", "_step", "_reset"} & set(tensordict.keys()))
+        and all(isinstance(value, Tensor) for value in tensordict.values())
+    )
+
+
+def clear_ended(root: dict[str, Tensor], written: Mapping[str, Any], ended: Tensor) -> None:
+    """As in TorchRL, what a reset does not write (an old action, say) becomes zero in the rows that ended `[N]`."""
+    for key in root.keys() - written.keys():
+        value = root[key]
+        root[key] = value.masked_fill(ended.reshape(-1, *(1,) * (value.ndim - 1)), 0)
+
+
 def _make_generator(generator: torch.Generator | None, seed: int | None, device: torch.device) -> torch.Generator:
     if generator is not None:
         return generator

@@ -85,19 +85,21 @@ class NoisyLinear(nn.Module):
 
     def reset_noise(self, generator: torch.Generator | None = None) -> None:
         """Draw new noise in place, from `generator` or torch's global one."""
-        with torch.no_grad():
-            if not self.factorised:
-                self.weight_noise.normal_(generator=generator)
-                self.bias_noise.normal_(generator=generator)
-                return
-            # Losses with several critics stack the parameters of their networks: `[K, out]` here.
-            stacked = self.bias_noise.shape[:-1]
-            draws = self.bias_noise.new_empty(*stacked, self.in_features + self.out_features)
-            draws.normal_(generator=generator)
-            shaped = draws.sign() * draws.abs().sqrt()
-            noise_in, noise_out = shaped.split([self.in_features, self.out_features], -1)
-            torch.mul(noise_out.unsqueeze(-1), noise_in.unsqueeze(-2), out=self.weight_noise)
-            self.bias_noise.copy_(noise_out)
+        self.draw_noise(self.weight_noise, self.bias_noise, generator)
+
+    @torch.no_grad()
+    def draw_noise(self, weight_noise: Tensor, bias_noise: Tensor, generator: torch.Generator | None = None) -> None:
+        """Draw new noise for this layer into buffers `[*K, out, in]` and `[*K, out]`, such as those of a copy of it."""
+        if not self.factorised:
+            weight_noise.normal_(generator=generator)
+            bias_noise.normal_(generator=generator)
+            return
+        draws = bias_noise.new_empty(*bias_noise.shape[:-1], self.in_features + self.out_features)
+        draws.normal_(generator=generator)
+        shaped = draws.sign() * draws.abs().sqrt()
+        noise_in, noise_out = shaped.split([self.in_features, self.out_features], -1)
+        torch.mul(noise_out.unsqueeze(-1), noise_in.unsqueeze(-2), out=weight_noise)
+        bias_noise.copy_(noise_out)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -135,7 +137,10 @@ def reset_noise(module: nn.Module, generator: torch.Generator | None = None) -> 
     for name, child in module.named_children():
         network = module.__dict__.get(name.removeprefix("target_").removesuffix("_params"))
         if isinstance(child, TensorDictParams) and network is not None:
-            with child.to_module(network, preserve_module_state=False):
-                reset_noise(network, generator)
+            # Several critics have their parameters stacked in one network's place.
+            for path, layer in network.named_modules():
+                if isinstance(layer, NoisyLinear):
+                    buffers = child.get(tuple(path.split("."))) if path else child
+                    layer.draw_noise(buffers.get("weight_noise"), buffers.get("bias_noise"), generator)
         else:
             reset_noise(child, generator)

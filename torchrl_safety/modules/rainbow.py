@@ -1,21 +1,24 @@
-"""Rainbow's network and the greedy policy on it."""
+"""Rainbow's network."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torchrl.data import Categorical, TensorSpec
-from torchrl.modules import QValueModule
 
+from torchrl_safety.modules.distributional import categorical_cvar, categorical_quantile
 from torchrl_safety.modules.dueling import DuelingHead
 from torchrl_safety.modules.noisy import NoisyLinear
+
+FACTORISED = {True: True, "factorised": True, "independent": False}
+"""The noise that a network may have -> whether it is factorised."""
 
 
 class RainbowNetwork(TensorDictModuleBase):
@@ -25,19 +28,23 @@ class RainbowNetwork(TensorDictModuleBase):
     :math:`Q(s, a) = \sum_j z_j\, \mathrm{softmax}(\ell(s, a))_j`. Without a support the head gives :math:`Q` itself.
 
     Args:
-        in_features: size of the observation.
+        in_features: size of the observation, or the shape of one that an `encoder` takes, `(C, H, W)` for images.
         num_actions: number of discrete actions.
         support: smallest and largest value (vmin, vmax), in the unit of the margin or return; 0 is legal at either
             end. ``None`` for scalar values, which are not bounded.
         atoms: number of support points, at least 2.
         hidden: widths of the shared layers.
         dueling: ``"mean"``, ``"max"``, or ``None`` for a plain head.
-        noisy: whether the head is a :class:`NoisyLinear`.
-        sigma_init: initial noise scale of the head.
+        noisy: noise in the head: ``"factorised"`` (or True), ``"independent"``, or False for none.
+        head_hidden: widths of hidden layers between the shared ones and the head, separate for the value and the
+            advantages; Rainbow's are `(512,)`, with `hidden=()` behind a :class:`NatureCNN`.
+        noisy_hidden: whether those layers have the noise of the head too.
+        sigma_init: initial noise scale.
         activation: makes the nonlinearity between layers.
-        encoder: applied to the observation before the shared layers, e.g. an :class:`AngleEncoding`; its
-            `out_features` is what they take, while `in_features` stays the size of the raw observation.
-        in_key: key of the observation `[*B, in_features]`.
+        encoder: applied to the observation before the shared layers, e.g. an :class:`AngleEncoding` or a
+            :class:`NatureCNN`; its `out_features` is what they take, while `in_features` stays the size or shape of the
+            raw observation. One of several dimensions reaches it in its own type, so that bytes can be scaled.
+        in_key: key of the observation `[*B, in_features]`, or `[*B, *in_features]` for a shape.
         out_keys: keys of the logits `[*B, num_actions, atoms]`, which a scalar network does not write, and of the
             action values `[*B, num_actions]`.
         device: where the parameters live.
@@ -45,7 +52,8 @@ class RainbowNetwork(TensorDictModuleBase):
 
     Raises:
         ValueError: for a support that is empty, reversed or infinite, fewer than 2 atoms, no action, an unknown dueling
-            mode, an encoder without `out_features`, or an observation of another size.
+            mode or noise, a shape without an encoder, an encoder without `out_features`, or an observation of another
+            size.
         KeyError: for an input without the observation.
 
     Example:
@@ -61,14 +69,16 @@ class RainbowNetwork(TensorDictModuleBase):
 
     def __init__(
         self,
-        in_features: int,
+        in_features: int | Sequence[int],
         num_actions: int,
         *,
         support: tuple[float, float] | None,
         atoms: int = 51,
         hidden: Sequence[int] = (128, 128),
         dueling: str | None = "mean",
-        noisy: bool = True,
+        noisy: bool | str = True,
+        head_hidden: Sequence[int] = (),
+        noisy_hidden: bool = True,
         sigma_init: float = 0.5,
         activation: Callable[[], nn.Module] = nn.ReLU,
         encoder: nn.Module | None = None,
@@ -82,30 +92,56 @@ class RainbowNetwork(TensorDictModuleBase):
             raise ValueError(f"support is {tuple(support)}; give finite (vmin, vmax) with vmin < vmax")
         if support is not None and atoms < 2:
             raise ValueError(f"atoms is {atoms}; a categorical value needs at least 2")
-        if in_features < 1 or num_actions < 1:
-            raise ValueError(f"in_features is {in_features}, num_actions {num_actions}; both must be at least 1")
-        if isinstance(hidden, int):
-            raise ValueError(f"hidden is {hidden}; give the width of each layer, e.g. hidden=({hidden},)")
-        self.in_features = in_features
+        self.in_features, self._in_shape = in_features, _observation_shape(in_features, num_actions, encoder)
+        for name, widths in (("hidden", hidden), ("head_hidden", head_hidden)):
+            if isinstance(widths, int):
+                raise ValueError(f"{name} is {widths}; give the width of each layer, e.g. {name}=({widths},)")
+        if noisy not in (False, *FACTORISED):
+            raise ValueError(f"noisy is {noisy!r}; choose one of {[False, *FACTORISED]}")
         self.in_keys, self.out_keys = [in_key], list(out_keys if support is not None else out_keys[1:])
         self.num_actions, self.atoms = num_actions, atoms if support is not None else 1
         places = None if support is None else torch.linspace(*support, atoms, device=device, dtype=dtype)
         self.register_buffer("support", places)
         self.encoder = encoder
-        layers: list[nn.Module] = []
-        width = in_features if encoder is None else _encoded_width(encoder)
-        for size in hidden:
-            layers += [nn.Linear(width, size, device=device, dtype=dtype), activation()]
-            width = size
-        self.torso = nn.Sequential(*layers)
         self.dueling = None if dueling is None else DuelingHead(dueling, action_dim=-2)
-        linear = partial(NoisyLinear, sigma_init=sigma_init) if noisy else nn.Linear
-        # One layer gives both streams: the first row of atoms is the value, the others the advantages.
-        rows = num_actions + (self.dueling is not None)
-        self.head = linear(width, rows * self.atoms, device=device, dtype=dtype)
+
+        plain: Callable[..., nn.Module] = partial(nn.Linear, device=device, dtype=dtype)
+        outer = plain
+        if noisy:
+            outer = partial(
+                NoisyLinear, sigma_init=sigma_init, factorised=FACTORISED[noisy], device=device, dtype=dtype
+            )
+
+        def layers(widths: Sequence[int], linear: Callable[..., nn.Module]) -> list[nn.Module]:
+            return [layer for sizes in pairwise(widths) for layer in (linear(*sizes), activation())]
+
+        def stream(rows: int) -> nn.Module:
+            within = layers(widths, outer if noisy_hidden else plain)
+            last = outer(widths[-1], rows * self.atoms)
+            return nn.Sequential(*within, last) if within else last
+
+        widths = (self._in_shape[0] if encoder is None else _encoded_width(encoder), *hidden)
+        self.torso = nn.Sequential(*layers(widths, plain))
+        widths = (widths[-1], *head_hidden)
+        # The first row of atoms is the value, the others the advantages; without hidden layers one layer gives both.
+        self.head: nn.Module
+        if self.dueling is not None and head_hidden:
+            self.head = _Streams(stream(1), stream(num_actions))
+        else:
+            self.head = stream(num_actions + (self.dueling is not None))
 
     def logits(self, observation: Tensor) -> Tensor:
-        """Logits `[*B, num_actions, atoms]` of an observation `[*B, in_features]`; without a support, values and 1."""
+        """Logits `[*B, num_actions, atoms]` of an observation `[*B, *in_features]`; without a support, values and 1."""
+        if observation.shape[-len(self._in_shape) :] != self._in_shape:
+            raise ValueError(
+                f"the observation {self.in_keys[0]!r} has shape {list(observation.shape)}, the network takes "
+                f"`[*B, {', '.join(map(str, self._in_shape))}]`: build it with the in_features that the observations "
+                "have"
+            )
+        # Integers and other precisions (MuJoCo's float64) are taken in that of the network; an image only its encoder
+        # can read.
+        if len(self._in_shape) == 1:
+            observation = observation.to(self._first_weight().dtype)
         if self.encoder is not None:
             observation = self.encoder(observation)
         rows = self.head(self.torso(observation)).unflatten(-1, (-1, self.atoms))
@@ -114,9 +150,26 @@ class RainbowNetwork(TensorDictModuleBase):
         value, advantage = rows.split([1, self.num_actions], -2)
         return self.dueling(value, advantage)
 
+    def quantile(self, logits: Tensor, level: float) -> Tensor:
+        """:func:`categorical_quantile` `[*B]` of logits `[*B, atoms]` over the support of the network."""
+        return categorical_quantile(logits.softmax(-1), self._atoms(), level)
+
+    def cvar(self, logits: Tensor, level: float) -> Tensor:
+        """:func:`categorical_cvar` `[*B]` of logits `[*B, atoms]` over the support of the network."""
+        return categorical_cvar(logits.softmax(-1), self._atoms(), level)
+
+    def _atoms(self) -> Tensor:
+        if self.support is None:
+            raise ValueError(
+                "the network gives scalar values without a distribution; build it with support=(vmin, vmax)"
+            )
+        return self.support
+
     def _first_weight(self) -> Tensor:
-        layer: nn.Module = self.torso[0] if len(self.torso) else self.head
-        return getattr(layer, "weight_mu" if isinstance(layer, NoisyLinear) else "weight")
+        layer: nn.Module = self.torso if len(self.torso) else self.head
+        while not isinstance(layer, nn.Linear | NoisyLinear):
+            layer = next(layer.children())
+        return layer.weight_mu if isinstance(layer, NoisyLinear) else layer.weight
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         key = self.in_keys[0]
@@ -125,17 +178,36 @@ class RainbowNetwork(TensorDictModuleBase):
             raise KeyError(
                 f"the observation {key!r} is missing; present: {sorted(map(str, tensordict.keys(True, True)))}"
             )
-        if observation.shape[-1:] != (self.in_features,):
-            raise ValueError(
-                f"the observation {key!r} has shape {list(observation.shape)}, the network takes "
-                f"`[*B, {self.in_features}]`: build it with the in_features that the observations have"
-            )
-        # Integers and other precisions (MuJoCo's float64) are taken in that of the network.
-        logits = self.logits(observation.to(self._first_weight().dtype))
+        logits = self.logits(observation)
         if self.support is None:
             return tensordict.set(self.out_keys[0], logits.squeeze(-1))
         tensordict.set(self.out_keys[0], logits)
         return tensordict.set(self.out_keys[1], logits.softmax(-1) @ self.support)
+
+
+class _Streams(nn.Module):
+    """A value and advantages with hidden layers of their own."""
+
+    def __init__(self, value: nn.Module, advantage: nn.Module) -> None:
+        super().__init__()
+        self.value, self.advantage = value, advantage
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.cat([self.value(features), self.advantage(features)], -1)
+
+
+def _observation_shape(
+    in_features: int | Sequence[int], num_actions: int, encoder: nn.Module | None
+) -> tuple[int, ...]:
+    shape = tuple(in_features) if isinstance(in_features, Sequence) else (in_features,)
+    if min(shape, default=0) < 1 or num_actions < 1:
+        raise ValueError(f"in_features is {in_features}, num_actions {num_actions}; both must be at least 1")
+    if len(shape) > 1 and encoder is None:
+        raise ValueError(
+            f"in_features is {shape}, a shape, and there is no encoder to flatten it: give one, e.g. "
+            f"encoder=NatureCNN({shape}) for images"
+        )
+    return shape
 
 
 def _encoded_width(encoder: nn.Module) -> int:
@@ -146,46 +218,3 @@ def _encoded_width(encoder: nn.Module) -> int:
             "size of what it returns"
         )
     return width
-
-
-def greedy_policy(
-    network: TensorDictModuleBase, *, action_key: NestedKey = "action", spec: TensorSpec | None = None
-) -> TensorDictSequential:
-    r"""The policy :math:`\arg\max_a Q(s, a)` of a value network.
-
-    It writes one categorical action `[*B]`, an index; the first on ties.
-
-    Args:
-        network: writes the action values as its last out key, e.g. a :class:`RainbowNetwork`.
-        action_key: where the action (int64 index) goes.
-        spec: the environment's action spec, to be checked: a one-hot environment would read an index as another
-            action, without a word.
-
-    Raises:
-        ValueError: if `spec` is not Categorical, or `network` names no out keys.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from torchrl_safety.modules import RainbowNetwork, greedy_policy
-        >>> policy = greedy_policy(RainbowNetwork(2, 3, support=(-1.0, 1.0)))
-        >>> policy(TensorDict({"observation": torch.zeros(5, 2)}, [5]))["action"].shape
-        torch.Size([5])
-    """
-    if spec is not None and not isinstance(spec, Categorical):
-        raise ValueError(
-            f"the action spec is {type(spec).__name__}, the policy writes an index: build the environment with "
-            "Categorical actions, e.g. GymEnv(..., categorical_action_encoding=True)"
-        )
-    if not getattr(network, "out_keys", None):
-        raise ValueError(
-            f"the network is a {type(network).__name__} without out_keys: wrap it in a TensorDictModule that "
-            "writes the action values last"
-        )
-    value_key = network.out_keys[-1]
-    argmax = QValueModule(
-        action_space="categorical",
-        action_value_key=value_key,
-        out_keys=[action_key, value_key, "chosen_action_value"],
-    )
-    return TensorDictSequential(network, argmax)

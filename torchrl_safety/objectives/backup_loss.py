@@ -41,7 +41,7 @@ _KEPT = ("backup", "gamma", "lmbda", "bootstrap_on_truncation", "differentiable"
 
 ACTION_REMEDY = "Store the action index (a Categorical action) of each transition"
 
-_INPUT_REMEDY = (
+INPUT_REMEDY = (
     "It is an input of the network; n-step windows hold it below 'steps' if the NStepTransform has it among its signals"
 )
 
@@ -59,7 +59,7 @@ def reach_avoid(terminal_type: str) -> Backup:
 
 def network_input(tensordict: TensorDictBase, keys: list[NestedKey], place: Place) -> TensorDict:
     """The entries `keys` of the state that `place` names, under their own names."""
-    entries = {key: read(tensordict, place(key), _INPUT_REMEDY) for key in keys}
+    entries = {key: read(tensordict, place(key), INPUT_REMEDY) for key in keys}
     return TensorDict(entries, tensordict.batch_size)
 
 

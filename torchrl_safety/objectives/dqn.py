@@ -16,6 +16,7 @@ from torchrl.objectives.utils import distance_loss
 from torchrl_safety.objectives.backup_loss import (
     ACTION_REMEDY,
     DISTANCES,
+    INPUT_REMEDY,
     LOSS_FAULT,
     BackupLoss,
     Place,
@@ -26,6 +27,7 @@ from torchrl_safety.objectives.backup_loss import (
 from torchrl_safety.objectives.backups import Backup, DiscountedReturnBackup
 from torchrl_safety.objectives.categorical import project_categorical
 from torchrl_safety.objectives.clamped_affine import ClampedAffine
+from torchrl_safety.objectives.parameter_swap import ParameterSwap
 from torchrl_safety.objectives.signals import check_choice, next_key, read, refuse_unless, steps_key
 
 _NETWORK_REMEDY = (
@@ -71,6 +73,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         super().__init__()
         self.double, self.reduction = double, check_choice("reduction", reduction, ("mean", "sum", "none"))
         self.convert_to_functional(value_network, "value_network", create_target_params=True)
+        self._swap = ParameterSwap(value_network)
         self._use_backup(backup, terminal_type, **settings)
 
     @dispatch
@@ -78,7 +81,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         keys = self.tensor_keys
         with torch.no_grad():
             target, report = self._target(tensordict)
-        found = self._form(self._evaluate(self.value_network_params, tensordict, _here))
+        found = self._learned(self.value_network_params, tensordict, _here)
         action = read(tensordict, keys.action, ACTION_REMEDY)
         loss, priority = self._distance(_gather_action(found, _action_index(found, action)), target)
         refuse_unless(torch.isfinite(priority).all(), LOSS_FAULT)
@@ -100,15 +103,22 @@ class _ActionValueLoss(BackupLoss, LossModule):
 
     def _greedy_next(self, tensordict: TensorDictBase, place: Place) -> Tensor:
         """The target network's output `[*, N]` for the greedy action in the states that `place` names."""
-        evaluated = self._evaluate(self.target_value_network_params, tensordict, place)
-        chooser = self._evaluate(self.value_network_params, tensordict, place) if self.double else evaluated
+        if self.double:
+            found = self._learned(self.target_value_network_params, tensordict, place)
+            chooser = self._evaluate(self.value_network_params, tensordict, place)
+        else:
+            chooser = self._evaluate(self.target_value_network_params, tensordict, place)
+            found = self._form(chooser)
         values = read(chooser, self.tensor_keys.action_value, _NETWORK_REMEDY)
-        return _gather_action(self._form(evaluated), values.argmax(-1))
+        return _gather_action(found, values.argmax(-1))
+
+    def _learned(self, params: TensorDictParams, tensordict: TensorDictBase, place: Place) -> Tensor:
+        """The network's output `[*, A, N]` in which the value is learned, of the states that `place` names."""
+        return self._form(self._evaluate(params, tensordict, place))
 
     def _evaluate(self, params: TensorDictParams, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
         source = network_input(tensordict, self._state_keys(), place)
-        # Otherwise the target parameters come back from the network as new ones that require gradients.
-        with params.to_module(self.value_network, preserve_module_state=False):
+        with self._swap(params):
             return self.value_network(source)
 
 
@@ -218,6 +228,8 @@ class CategoricalDQNLoss(_ActionValueLoss):
 
     Args:
         value_network: writes logits `[*B, A, N]` (``"value_logits"``) and action values `[*B, A]` (``"action_value"``).
+            If it has a method `logits` of its inputs, as :class:`~torchrl_safety.modules.RainbowNetwork` has, that is
+            called where the action values are not needed.
         backup: the problem; an ordinary return by default.
         gamma: discount; a buffer that a schedule may assign to (``loss.gamma = 0.999``).
         double: choose the next action with the online network, evaluate it with the target network.
@@ -292,6 +304,14 @@ class CategoricalDQNLoss(_ActionValueLoss):
 
     def _form(self, evaluated: TensorDictBase) -> Tensor:
         return read(evaluated, self.tensor_keys.value_logits, _NETWORK_REMEDY)
+
+    def _learned(self, params: TensorDictParams, tensordict: TensorDictBase, place: Place) -> Tensor:
+        logits = getattr(self.value_network, "logits", None)
+        if logits is None or self.value_network.out_keys[0] != self.tensor_keys.value_logits:
+            return super()._learned(params, tensordict, place)
+        inputs = [read(tensordict, place(key), INPUT_REMEDY) for key in self._state_keys()]
+        with self._swap(params):  # without the action values, which nothing reads here
+            return logits(*inputs)
 
     def _distance(self, found: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         cross_entropy = -(target * found.log_softmax(-1)).sum(-1)

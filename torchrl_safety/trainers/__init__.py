@@ -1,7 +1,13 @@
 """Schedules, evaluation, checkpoints and pictures."""
 
 from torchrl_safety.trainers.checkpoints import Progress, catch_interrupt, find_checkpoint, make_checkpoint, rotation
-from torchrl_safety.trainers.evaluation import Evaluation, binomial_interval, evaluate, evaluation_mode
+from torchrl_safety.trainers.evaluation import (
+    EpisodeEvaluator,
+    Evaluation,
+    binomial_interval,
+    evaluate,
+    evaluation_mode,
+)
 from torchrl_safety.trainers.exact_sets import ExactSetEvaluator, SetEvaluation, SetMetrics, set_metrics, state_value
 from torchrl_safety.trainers.hooks import EvaluationHook, ScheduleHook, log_scores
 from torchrl_safety.trainers.options import check_options
@@ -17,6 +23,7 @@ from torchrl_safety.trainers.schedules import (
 )
 
 __all__ = [
+    "EpisodeEvaluator",
     "Evaluation",
     "EvaluationHook",
     "ExactSetEvaluator",

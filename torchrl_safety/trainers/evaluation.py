@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -75,19 +75,19 @@ def binomial_interval(count: int, total: int, *, confidence: float = 0.95) -> tu
 class Evaluation(NamedTuple):
     """Rates over the episodes of :func:`evaluate`, and their states."""
 
-    safe_rate: float
-    """Share of the episodes in which the safety margin never fell below 0."""
+    safe_rate: float | None
+    """Share of the episodes in which the safety margin never fell below 0; None without a safety margin."""
     success_rate: float | None
     """Share that reached the target (margin >= 0) with no failure until then; None without a target margin."""
-    states: Tensor
+    states: Tensor | None
     """What stood under `state_key`, `[episodes, max_steps + 1, ...]`; what follows an end repeats the last state."""
-    safe_interval: tuple[float, float]
+    safe_interval: tuple[float, float] | None
     """Exact interval of the safe rate."""
     success_interval: tuple[float, float] | None
     """Exact interval of the success rate."""
     episodes: int
     """Number of episodes."""
-    safe_episodes: int
+    safe_episodes: int | None
     """Number of safe ones."""
     success_episodes: int | None
     """Number of successful ones."""
@@ -95,19 +95,28 @@ class Evaluation(NamedTuple):
     """Mean number of steps of an episode."""
     seconds: float
     """Time that all of them took."""
+    returns: Tensor | None = None
+    """Undiscounted sum of the rewards of each episode, `[episodes]`; None without a reward key."""
 
     def __repr__(self) -> str:
-        fields = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "states")
-        return f"Evaluation({', '.join(fields)}, states={list(self.states.shape)})"
+        shapes = {
+            name: value if value is None else list(value.shape)
+            for name, value in (("states", self.states), ("returns", self.returns))
+        }
+        return f"Evaluation({', '.join(f'{name}={value!r}' for name, value in {**self._asdict(), **shapes}.items())})"
 
     @property
     def scores(self) -> dict[str, float | None]:
         """The numbers by name, for :func:`~torchrl_safety.trainers.log_scores`."""
+        safe_low, safe_high = self.safe_interval or (None, None)
         success_low, success_high = self.success_interval or (None, None)
+        returns = self.returns
         return {
+            "mean_return": None if returns is None else returns.mean().item(),
+            "std_return": None if returns is None else returns.std(correction=0).item(),
             "safe_rate": self.safe_rate,
-            "safe_rate_low": self.safe_interval[0],
-            "safe_rate_high": self.safe_interval[1],
+            "safe_rate_low": safe_low,
+            "safe_rate_high": safe_high,
             "success_rate": self.success_rate,
             "success_rate_low": success_low,
             "success_rate_high": success_high,
@@ -120,10 +129,11 @@ class Evaluation(NamedTuple):
 class _Episodes(NamedTuple):
     """What is known of the episodes of one round, `[N]`."""
 
-    safe: Tensor
     length: Tensor
-    states: Tensor
+    safe: Tensor | None
     reached: Tensor | None
+    returns: Tensor | None
+    states: Tensor | None
 
 
 def evaluate(
@@ -133,9 +143,10 @@ def evaluate(
     starts: Tensor | None = None,
     episodes: int | None = None,
     max_steps: int,
-    safety_margin: NestedKey = "safety_margin",
+    safety_margin: NestedKey | None = "safety_margin",
     target_margin: NestedKey | None = None,
-    state_key: NestedKey = "observation",
+    reward: NestedKey | None = None,
+    state_key: NestedKey | None = "observation",
     confidence: float = 0.95,
 ) -> Evaluation:
     """Run episodes of a policy and report how often it stays safe and reaches the target.
@@ -154,16 +165,18 @@ def evaluate(
         starts: first states `[N, ...]`, for an environment that can be reset to given ones; else
         episodes: their number N, starting where the resets of the environment put them.
         max_steps: the most steps of an episode.
-        safety_margin: key of the safety margin `[*B, 1]`, >= 0 outside the failure set.
+        safety_margin: key of the safety margin `[*B, 1]`, >= 0 outside the failure set; None for an ordinary return,
+            of which no rates are known.
         target_margin: key of the target margin `[*B, 1]`, >= 0 inside the target; None for ``"target_margin"`` where
             the environment declares it, and no success rate where it does not.
-        state_key: key under which starts are given and states are recorded.
+        reward: key of a reward `[*B, 1]` to be summed over each episode; None for no returns.
+        state_key: key under which starts are given and states are recorded; None records none, as of images.
         confidence: of the exact intervals of both rates, see :func:`binomial_interval`.
 
     Raises:
-        ValueError: for a setting out of range, not exactly one of `starts` and `episodes`, or starts that the
-            environment cannot take.
-        KeyError: if a reset or a step does not write a margin.
+        ValueError: for a setting out of range, not exactly one of `starts` and `episodes`, starts that the
+            environment cannot take, or a target without a safety margin.
+        KeyError: if a reset or a step does not write a margin, or a step the reward.
 
     Example:
         >>> import torch
@@ -175,35 +188,48 @@ def evaluate(
         0.5
     """
     count = _count(starts, episodes, max_steps)
-    if target_margin is None and "target_margin" in env.full_observation_spec.keys(True, True):
+    if safety_margin is None and target_margin is not None:
+        raise ValueError(f"target_margin is {target_margin!r}, but safety_margin None: success needs both")
+    if starts is not None and state_key is None:
+        raise ValueError("state_key is None, so that starts have no place; name the key of the states")
+    declared = env.full_observation_spec.keys(True, True)
+    if target_margin is None and safety_margin is not None and "target_margin" in declared:
         target_margin = "target_margin"
     binomial_interval(0, 1, confidence=confidence)  # refuses it before anything runs
     began = time.perf_counter()
     module = policy if isinstance(policy, nn.Module) else nn.Module()
+    keys = _Keys(safety_margin, target_margin, reward, state_key)
     rounds = []
     with evaluation_mode(module), set_exploration_type(ExplorationType.DETERMINISTIC):
         for first in range(0, count, env.numel()):
-            root = env.reset() if starts is None else _reset_to(env, starts, first, state_key)
-            rounds.append(_run(env, policy, root, max_steps, safety_margin, target_margin, state_key))
+            root = env.reset() if starts is None else _reset_to(env, starts, first, keys.state)
+            rounds.append(_run(env, policy, root, max_steps, keys))
     # The last round may hold more episodes than are left.
-    safe, length, states = (torch.cat(parts)[:count] for parts in zip(*(found[:3] for found in rounds)))
-    reached = [found.reached for found in rounds if found.reached is not None]
-    safe_episodes = int(safe.sum())
-    success_episodes = int(torch.cat(reached)[:count].sum()) if reached else None
+    joined: list[Any] = [None if parts[0] is None else torch.cat(parts)[:count] for parts in zip(*rounds)]
+    length, safe, reached, returns, states = joined
+    safe_episodes, safe_rate, safe_interval = _rate(safe, confidence)
+    success_episodes, success_rate, success_interval = _rate(reached, confidence)
     return Evaluation(
-        safe_rate=safe_episodes / count,
-        success_rate=None if success_episodes is None else success_episodes / count,
+        safe_rate=safe_rate,
+        success_rate=success_rate,
         states=states,
-        safe_interval=binomial_interval(safe_episodes, count, confidence=confidence),
-        success_interval=(
-            None if success_episodes is None else binomial_interval(success_episodes, count, confidence=confidence)
-        ),
+        safe_interval=safe_interval,
+        success_interval=success_interval,
         episodes=count,
         safe_episodes=safe_episodes,
         success_episodes=success_episodes,
         mean_length=int(length.sum()) / count,
         seconds=time.perf_counter() - began,
+        returns=returns,
     )
+
+
+def _rate(true: Tensor | None, confidence: float) -> tuple[int, float, tuple[float, float]] | tuple[None, None, None]:
+    """Number and share of the true entries, and the interval of the share."""
+    if true is None:
+        return None, None, None
+    count = int(true.sum())
+    return count, count / len(true), binomial_interval(count, len(true), confidence=confidence)
 
 
 def _count(starts: Tensor | None, episodes: int | None, max_steps: int) -> int:
@@ -237,48 +263,97 @@ def _reset_to(env: EnvBase, starts: Tensor, first: int, state_key: NestedKey) ->
         ) from error
 
 
+class _Keys(NamedTuple):
+    """What is read of a state or a step; None is not."""
+
+    safety_margin: NestedKey | None
+    target_margin: NestedKey | None
+    reward: NestedKey | None
+    state: NestedKey | None
+
+    def read(self, tensordict: TensorDictBase, name: str) -> Tensor:
+        remedy = f"Let the environment write it in _reset and in _step, or name its key with {name}=..."
+        return read(tensordict, getattr(self, name.removesuffix("_key")), remedy)
+
+
 def _run(
     env: EnvBase,
     policy: Callable[[TensorDictBase], TensorDictBase],
     root: TensorDictBase,
     max_steps: int,
-    safety_margin: NestedKey,
-    target_margin: NestedKey | None,
-    state_key: NestedKey,
+    keys: _Keys,
 ) -> _Episodes:
     """One episode in each member of the batch, from `root` on, flattened to `[N]`."""
-    remedy = "Let the environment write it in _reset and in _step, or name its key with {}=..."
     on_reward = set(env.reward_keys)  # which resets do not write
     over = root["done"].clone()
-    safe, length = torch.ones_like(over), torch.zeros_like(over, dtype=torch.int64)
-    if safety_margin not in on_reward:
-        safe = read(root, safety_margin, remedy.format("safety_margin")) >= 0
-    reached = None
-    if target_margin in on_reward:
-        reached = torch.zeros_like(over)
-    elif target_margin is not None:
-        reached = safe & (read(root, target_margin, remedy.format("target_margin")) >= 0)
-    states = [read(root, state_key, remedy.format("state_key"))]
+    length = torch.zeros_like(over, dtype=torch.int64)
+    safe = reached = returns = None
+    if keys.safety_margin is not None:
+        is_written = keys.safety_margin not in on_reward
+        safe = keys.read(root, "safety_margin") >= 0 if is_written else torch.ones_like(over)
+    if keys.target_margin is not None:
+        is_written = keys.target_margin not in on_reward
+        reached = keys.read(root, "target_margin") >= 0 if is_written else torch.zeros_like(over)
+        reached = reached if safe is None else reached & safe
+    states = [] if keys.state is None else [keys.read(root, "state_key")]
     for _ in range(max_steps):
         # A member whose episode is over begins another one, which counts for nothing: unlike a step beyond the end,
         # every environment allows that.
         transition, root = env.step_and_maybe_reset(policy(root))
         after = transition["next"]
-        safe = safe & (over | (read(after, safety_margin, remedy.format("safety_margin")) >= 0))
-        if reached is not None and target_margin is not None:
-            target = read(after, target_margin, remedy.format("target_margin"))
-            reached = reached | (~over & safe & (target >= 0))
+        if safe is not None:
+            safe = safe & (over | (keys.read(after, "safety_margin") >= 0))
+        if reached is not None and safe is not None:
+            reached = reached | (~over & safe & (keys.read(after, "target_margin") >= 0))
+        if keys.reward is not None:
+            gained = keys.read(after, "reward").masked_fill(over, 0)
+            returns = gained if returns is None else returns + gained
         length = length + ~over
-        held = over.reshape(*env.batch_size, *(1,) * (states[-1].ndim - len(env.batch_size)))
-        states.append(torch.where(held, states[-1], after[state_key]))
+        if states:
+            held = over.reshape(*env.batch_size, *(1,) * (states[-1].ndim - len(env.batch_size)))
+            states.append(torch.where(held, states[-1], after[keys.state]))
         over = over | after["done"]
         if over.all():
             break
-    states += states[-1:] * (max_steps + 1 - len(states))
-    path = torch.stack(states, len(env.batch_size))
-    return _Episodes(
-        safe.reshape(-1),
-        length.reshape(-1),
-        path.reshape(-1, *path.shape[len(env.batch_size) :]),
-        None if reached is None else reached.reshape(-1),
-    )
+    path = None
+    if states:
+        states += states[-1:] * (max_steps + 1 - len(states))
+        path = torch.stack(states, len(env.batch_size))
+        path = path.reshape(-1, *path.shape[len(env.batch_size) :])
+    return _Episodes(length.reshape(-1), _flat(safe), _flat(reached), _flat(returns), path)
+
+
+def _flat(part: Tensor | None) -> Tensor | None:
+    return None if part is None else part.reshape(-1)
+
+
+class EpisodeEvaluator:
+    """Measure a policy by the same episodes each time, where no exact set is known: :func:`evaluate` after a seed.
+
+    Args:
+        env: see :func:`evaluate`; it is seeded before each measurement, so that policies meet the same starts and a
+            resumed run measures what the whole one did.
+        episodes: their number.
+        max_steps: the most steps of one.
+        seed: of the environment.
+        **keys: `safety_margin`, `target_margin`, `reward`, `state_key` and `confidence` of :func:`evaluate`.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.envs import DoubleIntegratorEnv
+        >>> from torchrl_safety.trainers import EpisodeEvaluator
+        >>> env = DoubleIntegratorEnv(2)
+        >>> idle = lambda td: td.set("action", torch.ones(2, dtype=torch.int64))
+        >>> measure = EpisodeEvaluator(env, episodes=4, max_steps=50, reward="reward")
+        >>> first, second = measure(idle), measure(idle)
+        >>> bool((first.states == second.states).all())
+        True
+    """
+
+    def __init__(self, env: EnvBase, *, episodes: int, max_steps: int, seed: int = 0, **keys: Any) -> None:
+        self.env, self.episodes, self.max_steps, self.seed, self.keys = env, episodes, max_steps, seed, keys
+
+    def __call__(self, policy: Callable[[TensorDictBase], TensorDictBase]) -> Evaluation:
+        """Measure `policy`."""
+        self.env.set_seed(self.seed)
+        return evaluate(self.env, policy, episodes=self.episodes, max_steps=self.max_steps, **self.keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -13,6 +13,10 @@ from torchrl.envs import EnvBase
 
 from torchrl_safety.objectives.backups import Backup
 from torchrl_safety.trainers.evaluation import evaluate, evaluation_mode
+from torchrl_safety.trainers.plots import plot_value_map
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CHUNK = 65_536
 """The most states that a value is asked for at once, so that a grid in many dimensions fits into memory."""
@@ -188,9 +192,30 @@ class ExactSetEvaluator:
         rolled = evaluate(
             self.env, policy, starts=self.starts, max_steps=self.rollout_steps, state_key=self.env.state_key
         )
+        assert rolled.states is not None  # a state key was given
         metrics = set_metrics(value >= self.level, self.exact)
         scores = {**metrics._asdict(), "safe_rate": rolled.safe_rate, "success_rate": rolled.success_rate}
         return SetEvaluation(scores, value, rolled.states)
+
+    def picture(self, found: SetEvaluation, *, labels: Sequence[str], title: str = "") -> Figure:
+        """The value and both sets on the plane of the first two coordinates in which the others are 0.
+
+        Args:
+            found: what was measured.
+            labels: names of the first two coordinates.
+            title: title of the picture, before the IoU.
+        """
+        at = dict.fromkeys(range(2, len(self.axes)), 0.0)
+        axes, value, exact = self.plane(found.value, at=at)
+        return plot_value_map(
+            axes,
+            value,
+            exact=exact,
+            states=None if at else found.states[:8],
+            level=self.level,
+            labels=(labels[0], labels[1]),
+            title=f"{title}IoU {found.scores['iou']:.3f}",
+        )
 
     def plane(self, value: Tensor, *, at: Mapping[int, float]) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """A plane through the grid, as :func:`~torchrl_safety.trainers.plot_value_map` takes it.

@@ -9,9 +9,9 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -24,21 +24,32 @@ from torchrl_safety.trainers.checkpoints import (
     rotation,
     set_later_aside,
 )
-from torchrl_safety.trainers.exact_sets import ExactSetEvaluator, SetEvaluation
-from torchrl_safety.trainers.plots import plot_curves, plot_value_map
+from torchrl_safety.trainers.plots import plot_curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TABLE = {
+    "mean_return": "mean return of the policy",
     "iou": "IoU with the exact set",
     "false_safe": "false-safe rate",
     "false_unsafe": "false-unsafe rate",
     "safe_rate": "safe rate of the policy",
     "success_rate": "success rate of the policy",
     "frames": "frames",
+    "updates": "updates",
     "seconds": "seconds",
 }
 """What :meth:`TrainingRun.finish` prints."""
 
-SHOWN = {"gamma": "γ", "loss": "loss", "safe_rate": "safe rate", "success_rate": "success rate", "iou": "IoU"}
+SHOWN = {
+    "mean_return": "return",
+    "gamma": "γ",
+    "loss": "loss",
+    "safe_rate": "safe rate",
+    "success_rate": "success rate",
+    "iou": "IoU",
+}
 """What :meth:`TrainingRun.report` shows beside the progress bar."""
 
 
@@ -46,7 +57,7 @@ class TrainingRun:
     """A run in its folder; a context in which an interrupt waits for the end of the step.
 
     Writes ``config.yaml``, ``metrics.csv``, TensorBoard's events, checkpoints, and at the end ``summary.json``,
-    ``curves.png`` and ``value_map.png``, the plane of the first two coordinates in which the others are 0.
+    ``curves.png`` and the figures that :meth:`finish` is given.
 
     Args:
         folder: where everything goes.
@@ -157,7 +168,7 @@ class TrainingRun:
     def report(self, scores: Mapping[str, float | None], **more: float) -> None:
         """One row to the progress bar, TensorBoard and metrics.csv."""
         self._progress.seconds = time.perf_counter() - self._started
-        row = {"frames": self.frames, "seconds": self._progress.seconds, **more, **scores}
+        row = {**more, **scores, "frames": self.frames, "seconds": self._progress.seconds}
         self.rows.append(row)
         shown = ((label, row.get(key)) for key, label in SHOWN.items())
         self._bar.set_postfix_str(", ".join(f"{label} {value:.4g}" for label, value in shown if value is not None))
@@ -185,45 +196,33 @@ class TrainingRun:
             sys.exit(130)
 
     def finish(
-        self, measure: ExactSetEvaluator, found: SetEvaluation, *, labels: Sequence[str], **facts: str | int
+        self, scores: Mapping[str, float | None], *, figures: Mapping[str, Figure] | None = None, **facts: str | int
     ) -> None:
         """The table, the pictures and ``summary.json``.
 
         Args:
-            measure: what measured the set.
-            found: what it found at the end.
-            labels: names of the first two coordinates, for the picture.
+            scores: what was measured at the end.
+            figures: file name without its ending -> matplotlib figure.
             **facts: further entries of the summary: seed, problem, environment.
         """
         self._progress.seconds = time.perf_counter() - self._started
         self._bar.close()
-        scores = found.scores
         summary: dict[str, Any] = {
             **scores,
             "frames": self.frames,
+            "updates": self.updates,
             "seconds": round(self._progress.seconds, 1),
             **facts,
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        at = dict.fromkeys(range(2, len(measure.axes)), 0.0)
-        axes, value, exact = measure.plane(found.value, at=at)
-        described = ", ".join(str(fact) for fact in facts.values())
-        figure = plot_value_map(
-            axes,
-            value,
-            exact=exact,
-            states=None if at else found.states[:8],
-            level=measure.level,
-            labels=(labels[0], labels[1]),
-            title=f"{described}: IoU {scores['iou']:.3f} after {self.frames:,} frames",
-        )
-        figure.savefig(self.folder / "value_map.png", dpi=120)
-        self._writer.add_figure("value_map", figure, self.frames)
+        for name, figure in (figures or {}).items():
+            figure.savefig(self.folder / f"{name}.png", dpi=120)
+            self._writer.add_figure(name, figure, self.frames)
         if self.rows:
             known = [name for name, value in self.rows[-1].items() if value is not None]
             drawn = [name for name in known if name not in ("frames", "seconds")]
             plot_curves(self.rows, drawn).savefig(self.folder / "curves.png")
         for key, label in TABLE.items():
-            if (shown := summary[key]) is not None:
+            if (shown := summary.get(key)) is not None:
                 print(f"{label:<34}{shown:>10,}" if isinstance(shown, int) else f"{label:<34}{shown:>10.4f}")
         print(f"written to {self.folder}")

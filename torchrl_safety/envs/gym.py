@@ -1,0 +1,411 @@
+"""Gymnasium environments side by side, with margins where a safety problem needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Bounded, Categorical, Composite, TensorSpec, Unbounded
+from torchrl.envs import EnvBase
+
+from torchrl_safety.envs.base import END_CRITERIA
+from torchrl_safety.envs.settings import check_choice, check_count
+from torchrl_safety.envs.stateless import DONE_KEYS, clear_ended, is_plain, require
+
+__all__ = ["SafetyGymEnv"]
+
+Margin = Callable[[Any, Any, Mapping[str, Any]], float]
+Arrays = dict[str, np.ndarray]
+ENDS = ("env", "failure", "reach_avoid")
+
+
+class SafetyGymEnv(EnvBase):
+    r"""N copies of a Gymnasium environment as one batch, for ordinary return and for safety problems.
+
+    The copies are stepped one after another in this process. `("next", ...)` holds what the step led to, the true final
+    observation and its margins :math:`g(s')`, :math:`l(s')` among it, also where an episode ends; only
+    `step_and_maybe_reset` starts the next one. Copy `i` is seeded with `seed + i`, as in Gymnasium's vector
+    environments.
+
+    Keys: `"observation"` `[N, *]`, or the entries of a Dict observation under their own names, floating-point ones in
+    `dtype`, all others in their own type, a Discrete one as an index `[N, 1]`; `"reward"` and, if given,
+    `"safety_margin"` and `"target_margin"` `[N, 1]` in `dtype`, the margins also after a reset; `"done"`,
+    `"terminated"`, `"truncated"` `[N, 1]`. A step is never both terminated and truncated: termination wins. `"action"`
+    is an index `[N]` int64 (Discrete) or `[N, *]` in `dtype` (Box). Box actions out of bounds are clamped to them.
+
+    The world of an episode cannot be saved: :meth:`state_dict` holds the random generators only. After
+    :meth:`load_state_dict` :attr:`needs_reset` is true, and the next step must start from `env.reset()`.
+
+    Args:
+        env: an id such as `"LunarLander-v3"`, or a callable that makes a new environment each time.
+        num_envs: N.
+        safety_margin: g, >= 0 outside the failure set: `f(env, observation, info) -> float` with one of the Gymnasium
+            environments, or the name of an entry of `info`. Read after every reset and every step.
+        target_margin: l, >= 0 inside the target set, in the same way.
+        max_steps: truncate when this many steps were taken; None keeps the time limit of the id.
+        end_criterion: `"env"` (terminated where Gymnasium says so), `"failure"` (also where g < 0) or `"reach_avoid"`
+            (also where g < 0 or l >= 0); None is `"failure"` with a safety margin, else `"env"`. There is no
+            `"timeout"`, for what follows a termination of Gymnasium's is undefined.
+        seed: of the first copy; None draws one from torch.
+        dtype: of what is floating-point; None is torch's default dtype.
+        device: where tensors are handed over; the environments themselves run on the CPU.
+        **env_settings: handed to `gymnasium.make` or to the callable.
+
+    Attributes:
+        envs: the N Gymnasium environments.
+
+    Raises:
+        ImportError: Gymnasium, or what the environment needs of it, is not installed.
+        ValueError: an id that does not exist, a space that has no place here, or a setting out of range.
+        KeyError: an entry of `info` that is missing, when it is read.
+
+    Example:
+        >>> env = SafetyGymEnv("CartPole-v1", 2, safety_margin=lambda env, observation, info: 2.4 - abs(observation[0]))
+        >>> env.rollout(3)["next", "safety_margin"].shape
+        torch.Size([2, 3, 1])
+    """
+
+    angles: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        env: str | Callable[..., Any],
+        num_envs: int = 1,
+        *,
+        safety_margin: Margin | str | None = None,
+        target_margin: Margin | str | None = None,
+        max_steps: int | None = None,
+        end_criterion: str | None = None,
+        seed: int | None = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = "cpu",
+        **env_settings: Any,
+    ) -> None:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if end_criterion is None:
+            end_criterion = "env" if safety_margin is None else "failure"
+        margins = {"safety_margin": safety_margin, "target_margin": target_margin}
+        _check_settings(num_envs, margins, max_steps, end_criterion, seed, dtype)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        super().__init__(device=device, batch_size=(num_envs,))
+        self.end_criterion = end_criterion
+        self.max_steps = max_steps
+        self.dtype = dtype
+        self._margins = {name: _reader(name, margin) for name, margin in margins.items() if margin is not None}
+        self._is_terminal = END_CRITERIA.get(end_criterion)
+        self._real = torch.empty((), dtype=dtype).numpy().dtype
+        self.envs = _make_envs(env, num_envs, max_steps, env_settings)
+        self._discrete = _is_discrete(self.envs[0].action_space)
+        space = self.envs[0].observation_space
+        reserved = {"action", "next", "reward", *DONE_KEYS, *self._margins}
+        self._observations = _layout(space, self._real, reserved)
+        self._is_dict = hasattr(space, "spaces")
+        self._seeds: list[int | None] = [None] * num_envs
+        self._ended = [True] * num_envs
+        self._root = self._zeros()
+        self._make_specs()
+        self._set_seed(seed)
+
+    @property
+    def needs_reset(self) -> bool:
+        """Whether the next step must start from a reset: at first, after an end, and after a state was loaded."""
+        return True in self._ended
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The random generators of the environments, for :meth:`state_dict`."""
+        seeds, states = list(self._seeds), [env.unwrapped.np_random.bit_generator.state for env in self.envs]
+        return {"seeds": seeds, "generators": states}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continues the draws of saved generators; the episodes start anew, see :attr:`needs_reset`."""
+        if len(state["generators"]) != len(self.envs):
+            raise ValueError(
+                f"the saved state is of num_envs={len(state['generators'])}, this environment has {len(self.envs)}: "
+                "make it with the same number"
+            )
+        for env, generator in zip(self.envs, state["generators"]):
+            env.unwrapped.np_random.bit_generator.state = generator
+        self._seeds = list(state["seeds"])
+        self._ended = [True] * len(self.envs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Continues the draws of saved generators; an empty state leaves them as they are."""
+        # TorchRL's Collector saves an empty state for an environment without transforms, and loads it strictly.
+        return super().load_state_dict(state_dict, strict=strict and bool(state_dict), assign=assign)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Closes the Gymnasium environments."""
+        if not self.is_closed:
+            for env in self.envs:
+                env.close()
+        super().close(raise_if_closed=raise_if_closed)
+
+    def _make_specs(self) -> None:
+        shape, device, dtype = self.batch_size, self.device, self.dtype
+        column = torch.Size((*shape, 1))
+        entries = {**self._observations, **dict.fromkeys(self._margins, ((1,), self._real))}
+        self.observation_spec = Composite(
+            {
+                name: Unbounded(torch.Size((*shape, *size)), dtype=_as_torch(kind), device=device)
+                for name, (size, kind) in entries.items()
+            },
+            shape=shape,
+            device=device,
+        )
+        self.action_spec = self._action_spec()
+        self.reward_spec = Unbounded(column, dtype=dtype, device=device)
+        self.full_done_spec = Composite(
+            {key: Categorical(2, shape=column, dtype=torch.bool, device=device) for key in DONE_KEYS},
+            shape=shape,
+            device=device,
+        )
+
+    def _action_spec(self) -> TensorSpec:
+        space, shape = self.envs[0].action_space, self.batch_size
+        if self._discrete:
+            return Categorical(int(space.n), shape=shape, dtype=torch.int64, device=self.device)
+        size = torch.Size((*shape, *space.shape))
+        if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+            return Unbounded(size, dtype=self.dtype, device=self.device)
+        low, high = (torch.as_tensor(bound, dtype=self.dtype).expand(size).clone() for bound in (space.low, space.high))
+        return Bounded(low, high, size, dtype=self.dtype, device=self.device)
+
+    def _read_actions(self, tensordict: TensorDictBase) -> Sequence[Any]:
+        """One action for each Gymnasium environment."""
+        action = require(tensordict, "action", "let a policy act first")
+        space = self.envs[0].action_space
+        expected = self.batch_size if self._discrete else torch.Size((*self.batch_size, *space.shape))
+        kind = action.dtype
+        if action.shape != expected or (self._discrete and (kind.is_floating_point or kind == torch.bool)):
+            form = "integer indices" if self._discrete else "numbers"
+            raise ValueError(
+                f"action has shape {tuple(action.shape)} and dtype {kind}, expected {form} of shape "
+                f"{tuple(expected)}: follow env.full_action_spec, and build one-hot policies with a Categorical spec"
+            )
+        if self._discrete:
+            indices = action.tolist()
+            if min(indices) < 0 or max(indices) >= space.n:
+                raise ValueError(f"action={indices} has an index outside 0..{space.n - 1}: follow env.full_action_spec")
+            return [index + int(space.start) for index in indices] if space.start else indices
+        numbers = action.detach().cpu().numpy()
+        if np.isnan(numbers).any():
+            raise ValueError(f"action={numbers.tolist()} has NaN entries: the policy diverged, or its input is NaN")
+        return np.clip(numbers, space.low, space.high).astype(space.dtype, copy=False)
+
+    def _zeros(self) -> Arrays:
+        """The entries of a root, which the environments are then written into, row by row."""
+        n = len(self.envs)
+        arrays = {name: np.zeros((n, *size), kind) for name, (size, kind) in self._observations.items()}
+        arrays.update({name: np.zeros((n, 1), self._real) for name in self._margins})
+        arrays.update({name: np.zeros((n, 1), np.bool_) for name in DONE_KEYS})
+        return arrays
+
+    def _write(self, arrays: Arrays, row: int, observation: Any, info: Mapping[str, Any]) -> None:
+        if self._is_dict:
+            for name in self._observations:
+                arrays[name][row] = observation[name]
+        else:
+            arrays["observation"][row] = observation
+        for name, read in self._margins.items():
+            margin = read(self.envs[row], observation, info)
+            try:
+                arrays[name][row] = margin
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name} is {margin!r} in environment {row}: give one number") from error
+
+    def _advance(self, actions: Sequence[Any], rows: Sequence[int]) -> Arrays:
+        """Steps the environments in `rows` and returns the entries of all at next."""
+        if any(self._ended[row] for row in rows):
+            raise RuntimeError(
+                f"the episodes of environments {[row for row in rows if self._ended[row]]} have ended or not begun: "
+                "call env.reset(), or step with step_and_maybe_reset"
+            )
+        arrays = self._zeros()
+        reward = np.zeros((len(self.envs), 1), self._real)
+        terminated, truncated = arrays["terminated"], arrays["truncated"]
+        for row in rows:
+            step = self.envs[row].step(actions[row])
+            observation, reward[row], terminated[row], truncated[row], info = step
+            self._write(arrays, row, observation, info)
+        if self._is_terminal is not None:
+            terminated |= self._is_terminal(arrays["safety_margin"] < 0, arrays.get("target_margin"))
+        truncated &= ~terminated
+        np.logical_or(terminated, truncated, out=arrays["done"])
+        if len(rows) < len(self.envs):
+            arrays = _merge(rows, arrays, self._root)
+        # In place, for an attribute of a Module costs several times as much to set.
+        self._root.update(arrays)
+        self._ended[:] = arrays["done"][:, 0].tolist()
+        return {**arrays, "reward": reward}
+
+    def _begin(self, arrays: Arrays, rows: Sequence[int]) -> None:
+        """Writes new episodes of the environments in `rows`."""
+        for row in rows:
+            observation, info = self.envs[row].reset(seed=self._seeds[row])
+            self._seeds[row] = None
+            self._write(arrays, row, observation, info)
+            for name in DONE_KEYS:
+                arrays[name][row] = False
+            self._ended[row] = False
+        self._root.update(arrays)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        stepped = tensordict.get("_step", None)
+        return self._wrap(self._tensors(self._advance(self._read_actions(tensordict), self._rows(stepped))))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        # Always a full batch: TorchRL merges it into the tensordict by the "_reset" mask.
+        rows = self._rows(None if tensordict is None else tensordict.get("_reset", None))
+        arrays = {name: array.copy() for name, array in self._root.items()}
+        self._begin(arrays, rows)
+        return self._wrap(self._tensors(arrays))
+
+    def _step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        # The same result as TorchRL's step, step_mdp and masked reset, without their generic key handling, which
+        # costs more than most environments do. Anything out of the ordinary takes TorchRL's own way.
+        if not is_plain(self, tensordict):
+            return super()._step_and_maybe_reset(tensordict)
+        self._assert_tensordict_shape(tensordict)
+        entries = self._tensors(self._advance(self._read_actions(tensordict), range(len(self.envs))))
+        root = dict(tensordict.items())
+        tensordict.set("next", self._wrap(entries))
+        del entries["reward"]
+        if True in self._ended:
+            clear_ended(root, entries, entries["done"].squeeze(-1))
+            arrays = {name: array.copy() for name, array in self._root.items()}
+            self._begin(arrays, [row for row, ended in enumerate(self._ended) if ended])
+            entries = self._tensors(arrays)
+        root.update(entries)
+        return tensordict, self._wrap(root)
+
+    def _rows(self, mask: Tensor | None) -> Sequence[int]:
+        if mask is None:
+            return range(len(self.envs))
+        return [row for row, chosen in enumerate(mask.flatten().tolist()) if chosen]
+
+    def _tensors(self, arrays: Arrays) -> dict[str, Tensor]:
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self.device.type == "cpu":
+            return tensors
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+    def _wrap(self, entries: dict[str, Tensor]) -> TensorDict:
+        # Not the constructor, whose checks of shape and device cost six times as much.
+        return TensorDict._new_unsafe(entries, batch_size=self.batch_size, device=self.device)
+
+    def _set_seed(self, seed: int | None) -> None:
+        first = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
+        self._seeds = [first + row for row in range(len(self.envs))]
+
+
+def _check_settings(
+    num_envs: int,
+    margins: Mapping[str, Any],
+    max_steps: int | None,
+    end_criterion: str,
+    seed: int | None,
+    dtype: torch.dtype,
+) -> None:
+    check_count("num_envs", num_envs, "the number of copies that run side by side")
+    if max_steps is not None:
+        check_count("max_steps", max_steps, "or None for the time limit of the environment")
+    for name, margin in margins.items():
+        if not (margin is None or isinstance(margin, str) or callable(margin)):
+            raise ValueError(f"{name}={margin!r} must be a function of (env, observation, info) or a name in info")
+    check_choice("end_criterion", end_criterion, ENDS)
+    needed = {"env": (), "failure": ("safety_margin",), "reach_avoid": ("safety_margin", "target_margin")}
+    missing = [name for name in needed[end_criterion] if margins[name] is None]
+    if missing:
+        raise ValueError(f"end_criterion={end_criterion!r} needs {' and '.join(missing)}: pass it, or use 'env'")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"seed={seed!r} must be a whole number of at least 0, or None to draw one")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype} must be torch.float32 or torch.float64, the types that Gymnasium computes in")
+
+
+def _make_envs(env: str | Callable[..., Any], num_envs: int, max_steps: int | None, settings: dict) -> list[Any]:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ImportError("SafetyGymEnv needs Gymnasium: pip install 'torchrl-safety[gym]'") from error
+    if isinstance(env, str):
+        limit: dict[str, Any] = {} if max_steps is None else {"max_episode_steps": max_steps}
+        try:
+            return [gymnasium.make(env, **limit, **settings) for _ in range(num_envs)]
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise ImportError(f"env={env!r} lacks a dependency ({error}): pip install 'torchrl-safety[gym]'") from error
+        except gymnasium.error.Error as error:
+            raise ValueError(
+                f"env={env!r} cannot be made ({error}): give an id that gymnasium.make takes, or a callable"
+            ) from error
+    if not callable(env):
+        raise ValueError(f"env={env!r} must be an id, such as 'CartPole-v1', or a callable that makes an environment")
+    made = [env(**settings) for _ in range(num_envs)]
+    if not all(isinstance(one, gymnasium.Env) for one in made):
+        raise ValueError(f"env={env!r} made a {type(made[0]).__name__}: it must make one gymnasium.Env")
+    if len({id(one.unwrapped) for one in made}) < num_envs:
+        raise ValueError(f"env={env!r} made the same environment twice: it must make a new one each time")
+    return made if max_steps is None else [gymnasium.wrappers.TimeLimit(one, max_steps) for one in made]
+
+
+def _is_discrete(space: Any) -> bool:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return True
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        return False
+    raise ValueError(
+        f"the action space {space} has no place here: wrap the environment so that it is Discrete or a floating-point "
+        "Box"
+    )
+
+
+def _layout(space: Any, real: np.dtype, reserved: set[str]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """The shape of one row and the type of every entry of an observation."""
+    from gymnasium import spaces
+
+    leaves = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
+    for name, leaf in leaves.items():
+        if name in reserved:
+            raise ValueError(f"the observation has an entry {name!r}, which is a key of the environment: rename it")
+        if not isinstance(leaf, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
+            raise ValueError(
+                f"the space of {name!r}, {leaf}, has no place here: flatten it with "
+                "gymnasium.wrappers.FlattenObservation"
+            )
+    return {
+        name: (leaf.shape or (1,), real if np.issubdtype(leaf.dtype, np.floating) else np.dtype(leaf.dtype))
+        for name, leaf in leaves.items()
+    }
+
+
+def _reader(name: str, margin: Margin | str) -> Margin:
+    if not isinstance(margin, str):
+        return margin
+
+    def read(env: Any, observation: Any, info: Mapping[str, Any]) -> float:
+        if margin not in info:
+            raise KeyError(
+                f"{name}={margin!r} is not in info, which holds {sorted(map(str, info))}: emit it in reset and in "
+                f"step, or pass a function as {name}"
+            )
+        return info[margin]
+
+    return read
+
+
+def _merge(rows: Sequence[int], new: Arrays, old: Arrays) -> Arrays:
+    """The `rows` of `new`, all others of `old`."""
+    merged = {name: array.copy() for name, array in old.items()}
+    for name, array in merged.items():
+        array[rows] = new[name][rows]
+    return merged
+
+
+def _as_torch(kind: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty((), kind)).dtype
