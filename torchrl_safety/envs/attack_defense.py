@@ -30,8 +30,8 @@ class AttackDefenseEnv(NativeEnv):
     a step and arcs integrated exactly; headings are wrapped to [-π, π). Discrete actions 0, 1, 2 stand for a turn by
     :math:`-v/ρ` (right), 0 and :math:`v/ρ` (left), of the attacker under `"action"` and of the defender under
     `"disturbance"`. See :class:`~torchrl_safety.envs.base.NativeEnv` for keys and the remaining arguments. Source:
-    Hsu et al. 2021, "Safety and Liveness Guarantees through Reach-Avoid Reinforcement Learning", section V; no exact
-    value is known.
+    Hsu et al. 2021, "Safety and Liveness Guarantees through Reach-Avoid Reinforcement Learning"; no exact value is
+    known.
 
     Args:
         num_envs: batch size N.

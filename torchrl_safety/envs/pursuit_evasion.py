@@ -29,8 +29,9 @@ class PursuitEvasionEnv(NativeEnv):
     ψ is wrapped to [-π, π). Discrete actions 0, 1, 2 stand for a turn by -w (right), 0 and w (left), of the evader
     under `"action"` and of the pursuer under `"disturbance"`. See :class:`~torchrl_safety.envs.base.NativeEnv` for
     keys and the remaining arguments. Source of the avoid game and its constants: Mitchell, Bayen and Tomlin 2005, "A
-    time-dependent Hamilton-Jacobi formulation of reachable sets", section III. It depends on v / (w R) alone: lengths
-    scale with R, times with 1/w. It has no closed-form value here; the escape problem is this package's own.
+    time-dependent Hamilton-Jacobi formulation of reachable sets for continuous dynamic games". It depends on
+    v / (w R) alone: lengths scale with R, times with 1/w. No exact value is implemented; the escape problem is this
+    package's own.
 
     Args:
         num_envs: batch size N.
