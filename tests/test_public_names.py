@@ -81,6 +81,14 @@ SIGNATURES: tuple[tuple[Callable, Callable], ...] = (
     (envs.SafetyGymEnv, lambda *, end_criterion=None, seed=0, device="cpu": ...),
     (envs.LunarLanderEnv, lambda num_envs=1, *, problem="return": ...),
     (envs.CartPoleEnv, lambda num_envs=1, *, problem="return": ...),
+    (envs.PursuitEvasionEnv, lambda num_envs=1, *, problem="avoid", discrete=True: ...),
+    (envs.AttackDefenseEnv, lambda num_envs=1, *, problem="reach_avoid", discrete=True: ...),
+    (envs.BicycleEnv, lambda num_envs=1, *, problem="avoid", discrete=True, max_disturbance=0.1: ...),
+    (envs.SplitPlayers, lambda ctrl_action_dim: ...),
+    (
+        modules.TwoPlayerPolicy,
+        lambda controller, disturbance, *, second_mover=False, action_key="action", disturbance_key="disturbance": ...,
+    ),
     (trainers.StepGamma, lambda total_frames: ...),
     (trainers.set_metrics, lambda predicted, exact: ...),
 )

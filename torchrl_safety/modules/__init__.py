@@ -7,6 +7,7 @@ from torchrl_safety.modules.export import export_policy
 from torchrl_safety.modules.greedy import greedy_policy
 from torchrl_safety.modules.noisy import NoisyLinear, reset_noise
 from torchrl_safety.modules.pixels import NatureCNN
+from torchrl_safety.modules.players import RandomDisturbance, TwoPlayerPolicy, ZeroDisturbance
 from torchrl_safety.modules.policy_std import CappedNormalParams
 from torchrl_safety.modules.rainbow import RainbowNetwork
 
@@ -17,6 +18,9 @@ __all__ = [
     "NatureCNN",
     "NoisyLinear",
     "RainbowNetwork",
+    "RandomDisturbance",
+    "TwoPlayerPolicy",
+    "ZeroDisturbance",
     "categorical_cvar",
     "categorical_quantile",
     "distribution_statistics",
