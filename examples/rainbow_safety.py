@@ -52,11 +52,14 @@ def check(cfg: DictConfig) -> None:
     check_shared(cfg, problems=BACKUPS, envs=ENVS)
     check_options(
         cfg,
-        choices={"dueling": ("mean", "max", None), "problem.n_step": ("last", "best")},
-        flags="double noisy prioritized categorical compile video epsilon.with_noise",
+        choices={
+            "dueling": ("mean", "max", None),
+            "problem.n_step": ("last", "best"),
+        },
+        flags="double noisy prioritized categorical compile cuda_graphs video epsilon.with_noise",
         whole="batch_size n_steps atoms buffer_size warmup_frames updates" + " target_period" * bool(cfg.target_period),
         positive="lr.start lr.end tau",
-        shares="epsilon.start epsilon.end beta tau",
+        shares="epsilon.start epsilon.end beta tau" + " risk_level" * (cfg.risk_level is not None),
         amounts="alpha sigma_init epsilon.fraction",
         numbers="problem.level",
         intervals="problem.support" if cfg.categorical else "",
@@ -86,8 +89,9 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     network = make_network(cfg, env)
     make_loss = CategoricalDQNLoss if cfg.categorical else SafetyDQNLoss
     loss = make_loss(network, backup=backup, double=cfg.double, n_step=cfg.problem.n_step, bootstrap_on_truncation=True)
-    compute = torch.compile(loss, fullgraph=True) if cfg.compile else loss
-    policy = greedy_policy(network)
+    mode = "reduce-overhead" if cfg.cuda_graphs else "default"
+    compute = torch.compile(loss, fullgraph=True, mode=mode) if cfg.compile else loss
+    policy = make_policy(cfg, network)
 
     at_random = 0.0 if cfg.noisy and not cfg.epsilon.with_noise else 1.0
     epsilon = EGreedyModule(
@@ -193,7 +197,7 @@ def show(cfg: DictConfig, folder: Path) -> None:
     torch.set_num_threads(cfg.threads)
     network = make_network(cfg, make_env(cfg, 1))
     network.load_state_dict(torch.load(folder / MODEL, map_location=cfg.device, weights_only=True))
-    policy = greedy_policy(network)
+    policy = make_policy(cfg, network)
     for name, score in make_measure(cfg, BACKUPS[cfg.problem.name]())(policy, best_value(policy)).scores.items():
         if score is not None:
             print(f"{name:<20}{score:.4f}")
@@ -222,6 +226,11 @@ def encode(env: EnvBase) -> tuple[int | tuple[int, ...], nn.Module | None]:
     if len(shape) == 3:
         return shape, NatureCNN(shape)
     return shape[0], AngleEncoding(shape[0], env.angles) if env.angles else None
+
+
+def make_policy(cfg: DictConfig, network: RainbowNetwork) -> TensorDictSequential:
+    """The greedy policy, which a distribution lets weigh the worst outcomes alone."""
+    return greedy_policy(network, risk="mean" if cfg.risk_level is None else "cvar", level=cfg.risk_level)
 
 
 def best_value(policy: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
