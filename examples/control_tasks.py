@@ -70,10 +70,10 @@ def make_env(cfg: DictConfig, num_envs: int, **settings: Any) -> EnvBase:
 class ExactSet:
     """The learned set against the exact one, and roll-outs from inside it."""
 
-    def __init__(self, cfg: DictConfig, backup: Backup) -> None:
+    def __init__(self, cfg: DictConfig, backup: Backup, **settings: Any) -> None:
         self.labels = cfg.env.grid.labels
         self.measure = ExactSetEvaluator(
-            make_env(cfg, cfg.rollouts, max_steps=None, end_criterion=ENDS[cfg.problem.name]),
+            make_env(cfg, cfg.rollouts, max_steps=None, end_criterion=ENDS[cfg.problem.name], **settings),
             backup,
             low=cfg.env.grid.low,
             high=cfg.env.grid.high,
@@ -93,7 +93,11 @@ class ExactSet:
                 table = csv.DictWriter(file, ["reading", "level", *SetMetrics._fields])
                 table.writeheader()
                 table.writerows(self.read_carefully(network))
-        return {"value_map": self.measure.picture(found, labels=self.labels, title=title)}
+        return {"value_map": self.picture(found, title)}
+
+    def picture(self, found: SetEvaluation, title: str) -> Figure:
+        """The learned value and both sets."""
+        return self.measure.picture(found, labels=self.labels, title=title)
 
     def read_carefully(self, network: RainbowNetwork) -> Iterator[dict[str, str | float]]:
         """The set where a quantile, or the mean of the worst share, of the greedy action's value is at least 0."""
