@@ -1,12 +1,13 @@
 """Frames per second of whole Rainbow loops on LunarLander-v3: the package beside plain PyTorch, and Tianshou.
 
-python benchmarks/compare_rainbow.py [rounds] [frames of a round]
+python benchmarks/compare_rainbow.py [rounds] [frames of a round] [loops, e.g. by_hand,ours]
 
-All learn with one thread from 8 environments side by side: an update of 128 for each frame, a network of 8-128-128 with
-a noisy dueling head of 51 atoms on +-100, n = 3, a prioritized buffer of 100,000 (alpha .2, beta .6 -> 1), Adam at 5e-4,
+All learn with one thread from 8 environments side by side: an update of 128 a frame, a network of 8-128-128 with a
+noisy dueling head of 51 atoms on +-100, n = 3, a prioritized buffer of 100,000 (alpha .2, beta .6 -> 1), Adam at 5e-4,
 clipping at 10, and a target copied every 1,000 updates. The package runs the loop of examples/rainbow_safety.py, as it
-is and with the loss compiled. After the warm-up the loops take turns, each round begun by the next one. Processor time
-counts where other work runs beside. Tianshou takes part where it is installed. Needs the extra `gym`.
+is and with the loss compiled, which takes minutes at first. After the warm-up the loops take turns, each round begun by
+the next one. Processor time counts where other work runs beside. Tianshou takes part where it is installed. Needs the
+extra `gym`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def ours(*, compiled: bool) -> Loop:
 
 def tianshou() -> Loop:
     import gymnasium
-    import numpy as np
+    from tianshou.algorithm.algorithm_base import policy_within_training_step
     from tianshou.algorithm.modelfree.c51 import C51Policy
     from tianshou.algorithm.modelfree.rainbow import RainbowDQN
     from tianshou.algorithm.optim import AdamOptimizerFactory
@@ -139,8 +140,6 @@ def tianshou() -> Loop:
 
     def run(frames: int) -> None:
         nonlocal updates
-        from tianshou.algorithm.algorithm_base import policy_within_training_step
-
         for _ in range(frames // NUM_ENVS):
             with policy_within_training_step(policy):
                 collector.collect(n_step=NUM_ENVS)
@@ -149,21 +148,21 @@ def tianshou() -> Loop:
                     algorithm.update(buffer=buffer, sample_size=BATCH)
                     updates += 1
 
-    np.random.seed(0)
     return run
 
 
 def main() -> None:
-    rounds, frames = (int(x) for x in (sys.argv[1:] + ["5", "1500"][len(sys.argv) - 1 :]))
+    rounds, frames = (int(x) for x in (sys.argv[1:3] + ["5", "1500"][len(sys.argv[1:3]) :]))
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    loops: dict[str, Loop] = {
-        "by hand": Rainbow(0, BUDGET).run,
-        "ours": ours(compiled=False),
-        "ours, compiled": ours(compiled=True),
+    built: dict[str, Callable[[], Loop]] = {
+        "by_hand": lambda: Rainbow(0, BUDGET).run,
+        "ours": lambda: ours(compiled=False),
+        "compiled": lambda: ours(compiled=True),
     }
     if importlib.util.find_spec("tianshou"):
-        loops["Tianshou"] = tianshou()
+        built["tianshou"] = tianshou
+    loops = {name: built[name]() for name in (sys.argv[3].split(",") if len(sys.argv) > 3 else built)}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     for loop in loops.values():
         loop(WARMUP + 400)
@@ -174,8 +173,8 @@ def main() -> None:
             loops[name](frames)
             taken[name].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
     print(f"{'frames a second of':<16}{'wall time':>22}{'processor time':>30}")
-    print(f"{'':<16}{'median':>11}{'best':>11}{'median':>11}{'best':>9}{'of by hand':>14}{'best':>8}")
-    base = [(statistics.median(x), min(x)) for x in zip(*taken["by hand"])]
+    print(f"{'':<16}{'median':>11}{'best':>11}{'median':>11}{'best':>9}{'of ' + names[0]:>14}{'best':>8}")
+    base = [(statistics.median(x), min(x)) for x in zip(*taken[names[0]])]
     for name, times in taken.items():
         wall, cpu = ((statistics.median(x), min(x)) for x in zip(*times))
         speeds = [frames / seconds for seconds in (*wall, *cpu)]

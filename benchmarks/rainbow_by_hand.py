@@ -57,8 +57,8 @@ class Network(nn.Module):
 class SumTree:
     """Leaves in rows of 64, whose sums are again in rows of 64, whose sums are searched as a whole."""
 
-    def __init__(self, capacity: int) -> None:
-        middle = -(-capacity // 64)
+    def __init__(self, capacity: int, seed: int) -> None:
+        self.random, middle = np.random.default_rng(seed), -(-capacity // 64)
         self.leaves, self.sums = np.zeros((middle, 64)), np.zeros((-(-middle // 64), 64))
 
     def write(self, index: np.ndarray, leaf: np.ndarray | float) -> None:
@@ -68,7 +68,7 @@ class SumTree:
 
     def find(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         totals = self.sums.sum(1).cumsum()
-        mass = np.random.rand(size) * totals[-1]
+        mass = self.random.random(size) * totals[-1]
         node = np.searchsorted(totals, mass, side="right").clip(max=len(totals) - 1)
         mass -= np.where(node > 0, totals[node - 1], 0)
         rows, every = np.arange(size), self.leaves.reshape(-1)
@@ -81,11 +81,11 @@ class SumTree:
 
 
 class Replay:
-    def __init__(self, inputs: int) -> None:
+    def __init__(self, inputs: int, seed: int) -> None:
         self.state, self.after = np.zeros((CAPACITY, inputs), "f4"), np.zeros((CAPACITY, inputs), "f4")
         self.action = np.zeros(CAPACITY, "i8")
         self.gain, self.discount = np.zeros(CAPACITY, "f4"), np.zeros(CAPACITY, "f4")
-        self.tree, self.highest, self.written = SumTree(CAPACITY), 1.0, 0
+        self.tree, self.highest, self.written = SumTree(CAPACITY, seed), 1.0, 0
 
     def add(self, window: deque, after: np.ndarray, terminated: bool) -> None:
         """The n-step transition that starts with the oldest step of the window."""
@@ -110,7 +110,6 @@ class Replay:
 class Rainbow:
     def __init__(self, seed: int, budget: int) -> None:
         torch.manual_seed(seed)
-        np.random.seed(seed)
         self.envs = [gymnasium.make("LunarLander-v3") for _ in range(NUM_ENVS)]
         self.now = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)])
         self.network = Network(8, 4)
@@ -118,7 +117,7 @@ class Rainbow:
         self.parameters = list(self.network.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, LR, fused=True)
         self.support = torch.linspace(LOW, HIGH, ATOMS)
-        self.replay, self.windows = Replay(8), [deque(maxlen=N_STEPS) for _ in self.envs]
+        self.replay, self.windows = Replay(8, seed), [deque(maxlen=N_STEPS) for _ in self.envs]
         self.rows, self.budget, self.frames, self.updates = torch.arange(BATCH), budget, 0, 0
         self.returns, self.running = [], [0.0] * NUM_ENVS
 
