@@ -1,4 +1,4 @@
-"""What learns in game_safety.py: a joint table of action values, or two actors with critics of both actions."""
+"""What learns in game_safety.py: a joint table of action values, or two actors with critics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictModuleBase
 from torch import nn
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
-from torchrl.modules import MLP, ProbabilisticActor, TanhNormal
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import LossModule
 
 from torchrl_safety.modules import AngleEncoding, RainbowNetwork, TwoPlayerPolicy, greedy_game_policy
 from torchrl_safety.objectives import (
     GameplayCategoricalDQNLoss,
     GameplayDQNLoss,
+    GameplayPPOLoss,
     GameplaySACLoss,
     IsaacsCategoricalDQNLoss,
     IsaacsDQNLoss,
+    IsaacsPPOLoss,
     IsaacsSACLoss,
 )
 
@@ -41,7 +43,7 @@ def make_learner(cfg: DictConfig, env: EnvBase) -> Learner:
     """The learner of ``cfg.algo``."""
     size = env.observation_spec["observation"].shape[-1]
     encoder = AngleEncoding(size, env.angles) if env.angles else None
-    return {"dqn": _dqn, "sac": _sac}[cfg.algo.name](cfg, env, size, encoder)
+    return {"dqn": _dqn, "sac": _sac, "ppo": _ppo}[cfg.algo.name](cfg, env, size, encoder)
 
 
 def _dqn(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None) -> Learner:
@@ -150,3 +152,57 @@ def _sac(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None
     rates |= {"qvalue_network": cfg.lr.critic}
     rates |= dict.fromkeys(["log_alpha", "log_alpha_disturbance"], cfg.lr.alpha)
     return Learner(loss, policy, value, rates)
+
+
+class Logits(nn.Module):
+    """Logits of a player's action, from the encoded observation and the index of what else it sees."""
+
+    def __init__(self, encoder: nn.Module, choices: int, **settings) -> None:
+        super().__init__()
+        self.encoder, self.choices, self.mlp = encoder, choices, MLP(activation_class=nn.Tanh, **settings)
+
+    def forward(self, observation: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
+        coded = [nn.functional.one_hot(index, self.choices).to(observation.dtype) for index in seen]
+        return self.mlp(torch.cat([self.encoder(observation), *coded], -1))
+
+
+def _ppo(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None) -> Learner:
+    features = size if encoder is None else encoder.out_features
+    shared = nn.Identity() if encoder is None else encoder
+    layers = {"num_cells": list(cfg.hidden), "device": cfg.device}
+    counts = {key: env.full_action_spec[key].space.n for key in ("action", "disturbance")}
+
+    def player(key: str, *seen: str) -> ProbabilisticActor:
+        inputs = features + sum(counts[name] for name in seen)
+        logits = Logits(shared, counts["action"], in_features=inputs, out_features=counts[key], **layers)
+        return ProbabilisticActor(
+            TensorDictModule(logits, ["observation", *seen], [f"{key}_logits"]),
+            in_keys={"logits": f"{key}_logits"},
+            out_keys=[key],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+        )
+
+    algo = cfg.algo
+    controller = player("action")
+    disturbance = player("disturbance", *(["action"] if algo.second_mover else []))
+    perceptron = MLP(in_features=features, out_features=1, activation_class=nn.Tanh, **layers)
+    critic = ValueOperator(nn.Sequential(shared, perceptron), in_keys=["observation"])
+    make_loss = IsaacsPPOLoss if cfg.problem.name == "avoid" else GameplayPPOLoss
+    loss = make_loss(
+        controller,
+        disturbance,
+        critic,
+        lmbda=algo.lmbda,
+        clip_epsilon=algo.clip,
+        entropy_coeff=algo.entropy,
+        normalize_advantage=True,
+        bootstrap_on_truncation=True,
+    )
+
+    def value(states: torch.Tensor) -> torch.Tensor:
+        return critic(TensorDict({"observation": states}, states.shape[:-1]))["state_value"]
+
+    rates = {"actor_network": cfg.lr.controller, "disturbance_loss": cfg.lr.disturbance}
+    rates |= {"critic_network": cfg.lr.critic}
+    return Learner(loss, TwoPlayerPolicy(controller, disturbance, second_mover=algo.second_mover), value, rates)

@@ -1,14 +1,16 @@
 """Train a controller against a disturbance that learns to be the worst, and measure the set that it can defend.
 
-python examples/game_safety.py game=isaacs|gameplay algo=dqn|sac env=double_integrator seed=0 resume=PATH
+python examples/game_safety.py game=isaacs|gameplay algo=dqn|sac|ppo env=double_integrator seed=0 resume=PATH
 
-Every option stands in examples/configs/game_safety.yaml. The loop in `train` is meant to be copied.
+Every option stands in examples/configs/game_safety.yaml. The loop in `train` is meant to be
+copied; that of algo=ppo is in game_on_policy.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import game_on_policy
 import hydra
 import torch
 from control_tasks import NATIVE, ExactSet, make_env
@@ -28,21 +30,48 @@ KEPT = "env problem algo seed num_envs n_steps buffer_size hidden"
 PLAYERS = ("action", "disturbance")
 
 
+WANTED = {
+    "dqn": {
+        "choices": {"algo.dueling": ("mean", "max", None)},
+        "flags": "algo.categorical algo.noisy algo.double",
+        "whole": "algo.atoms",
+        "positive": "lr.critic",
+    },
+    "sac": {
+        "flags": "algo.second_mover",
+        "whole": "algo.critics",
+        "positive": "lr.controller lr.disturbance lr.critic lr.alpha algo.alpha.start algo.alpha.min",
+        "limits": "algo.alpha.max",
+        "numbers": "algo.target_entropy",
+    },
+    "ppo": {
+        "flags": "algo.second_mover algo.in_turn",
+        "whole": "algo.steps algo.epochs algo.minibatch",
+        "shares": "algo.lmbda",
+        "positive": "lr.controller lr.disturbance lr.critic algo.clip",
+        "amounts": "algo.entropy",
+    },
+}
+"""Algorithm -> the kinds of the options that it alone has."""
+
+
 def check(cfg: DictConfig) -> None:
     check_shared(cfg, problems=("avoid", "reach_avoid"), envs=NATIVE)
-    is_table = cfg.algo.name == "dqn"
-    rates = "critic final" if is_table else "controller disturbance critic alpha final"
+    check_options(cfg, choices={"algo.name": WANTED}, flags="compile", shares="lr.final", positive="lr.final")
+    check_options(cfg, numbers="problem.level", intervals="problem.support")
+    check_options(cfg, **WANTED[cfg.algo.name])
+    if cfg.algo.name == "ppo":
+        if cfg.algo.minibatch > cfg.num_envs * cfg.algo.steps:
+            raise ValueError(
+                f"algo.minibatch={cfg.algo.minibatch} is more than a batch of num_envs={cfg.num_envs} times "
+                f"algo.steps={cfg.algo.steps}; lower it"
+            )
+        return
     check_options(
         cfg,
-        choices={"algo.name": ("dqn", "sac"), **({"algo.dueling": ("mean", "max", None)} if is_table else {})},
-        flags="compile " + ("algo.categorical algo.noisy algo.double" if is_table else "algo.second_mover"),
-        whole="batch_size n_steps buffer_size warmup_frames " + ("algo.atoms" if is_table else "algo.critics"),
-        positive=" ".join(f"lr.{name}" for name in rates.split())
-        + ("" if is_table else " algo.alpha.start algo.alpha.min"),
-        shares="random_actions.start random_actions.end random_actions.fraction tau lr.final",
-        numbers="problem.level" + ("" if is_table else " algo.target_entropy"),
-        limits="" if is_table else "algo.alpha.max",
-        intervals="problem.support",
+        whole="batch_size n_steps buffer_size warmup_frames",
+        shares="random_actions.start random_actions.end random_actions.fraction tau",
+        positive="tau",
     )
     if not cfg.batch_size <= cfg.warmup_frames <= min(cfg.buffer_size, cfg.frames):
         raise ValueError(
@@ -58,6 +87,8 @@ def main(cfg: DictConfig) -> None:
 
 def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     check(cfg)
+    if cfg.algo.name == "ppo":
+        return game_on_policy.train(cfg, folder, saved)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     env = make_env(cfg, cfg.num_envs, discrete=cfg.algo.name == "dqn")

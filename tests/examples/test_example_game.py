@@ -12,13 +12,17 @@ from runs import checkpoints, differences, final_state, metrics, module, run
 
 SHORT = [
     "num_envs=16", "frames=800", "evaluations=2", "checkpoints=2", "hidden=[16]", "env.max_steps=10", "rollouts=8",
-    "env.grid.nodes=21", "rollout_steps=10", "warmup_frames=128", "batch_size=32", "buffer_size=1024",
+    "env.grid.nodes=21", "rollout_steps=10",
 ]  # fmt: skip
+REPLAY = [*SHORT, "warmup_frames=128", "batch_size=32", "buffer_size=512"]  # filled, or garbage would be compared
+BATCHES = [*SHORT, "algo.steps=5", "algo.epochs=2", "algo.minibatch=48"]
 LEARNERS = {
-    "categorical": ["algo=dqn"],
-    "scalar": ["algo=dqn", "algo.categorical=false", "algo.noisy=true", "algo.dueling=mean", "game=gameplay"],
-    "sac": ["algo=sac"],
-    "simultaneous": ["algo=sac", "algo.second_mover=false", "game=gameplay"],
+    "categorical": [*REPLAY, "algo=dqn"],
+    "scalar": [*REPLAY, "algo=dqn", "algo.categorical=false", "algo.noisy=false", "algo.dueling=null", "game=gameplay"],
+    "sac": [*REPLAY, "algo=sac"],
+    "simultaneous": [*REPLAY, "algo=sac", "algo.second_mover=false", "game=gameplay"],
+    "ppo": [*BATCHES, "algo=ppo"],
+    "in_turn": [*BATCHES, "algo=ppo", "algo.in_turn=true", "algo.second_mover=false", "game=gameplay"],
 }
 
 
@@ -29,7 +33,7 @@ def finish(tmp_path_factory):
     def finish(learner: str):
         if learner not in made:
             folder = tmp_path_factory.mktemp(learner) / "run"
-            made[learner] = folder, run("game_safety", folder, *SHORT, *LEARNERS[learner])
+            made[learner] = folder, run("game_safety", folder, *LEARNERS[learner])
         folder, outcome = made[learner]
         assert outcome.code == 0, outcome.err
         return folder, outcome
@@ -67,6 +71,10 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(finish, tmp_path, learner):
         (["algo=ddpg"], "algo/ddpg"),
         (["algo.categorical=maybe"], "algo.categorical is 'maybe'; give true or false"),
         (["algo=sac", "lr.disturbance=-1"], "lr.disturbance is -1; give a positive number"),
+        (
+            ["algo=ppo", "algo.minibatch=5000"],
+            "algo.minibatch=5000 is more than a batch of num_envs=128 times algo.steps",
+        ),
         (["batch_size=4096"], "batch_size=4096, warmup_frames=2000"),
         (["env.max_disturbance=2"], "max_disturbance=2 must lie in [0, max_control=1.0)"),
         (["random_actions.end=2"], "random_actions.end is 2; give a number in [0, 1]"),

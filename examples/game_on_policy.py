@@ -1,0 +1,87 @@
+"""The loop of game_safety.py with algo=ppo: both players learn from the same steps, one from negated advantages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from control_tasks import ExactSet, make_env
+from game_learners import make_learner
+from omegaconf import DictConfig, OmegaConf
+from torchrl.envs import ExplorationType, set_exploration_type
+
+from torchrl_safety.trainers import StepGamma, TrainingRun, parameter_groups
+
+LEARNED = [
+    "observation", "action", "disturbance", "action_log_prob", "disturbance_log_prob", "advantage", "value_target",
+]  # fmt: skip
+
+
+def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
+    """Train and measure; the options are checked."""
+    torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+    env = make_env(cfg, cfg.num_envs, discrete=True)
+    loss, policy, value, rates = make_learner(cfg, env)
+    compute = torch.compile(loss, fullgraph=True) if cfg.compile else loss
+
+    batch_frames = cfg.num_envs * cfg.algo.steps
+    updates = -(-cfg.frames // batch_frames) * cfg.algo.epochs * -(-batch_frames // cfg.algo.minibatch)
+    optimizer = torch.optim.Adam(parameter_groups(loss, rates), fused=True)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
+    gamma = StepGamma(
+        cfg.frames,
+        gamma_start=cfg.gamma.start,
+        gamma_end=cfg.gamma.end,
+        ratio=cfg.gamma.ratio,
+        period=cfg.gamma.period,
+    )
+    measure = ExactSet(cfg, loss.backup)
+    facts = {"algorithm": "ppo", "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
+    carried = [key for key in env.reset().keys(True, True) if key not in ("action", "disturbance")]
+
+    with TrainingRun(
+        folder,
+        saved,
+        config=OmegaConf.to_yaml(cfg, resolve=True),
+        budget=cfg.frames,
+        checkpoints=cfg.checkpoints,
+        state=env.reset(),
+        device=cfg.device,
+        loss=loss,
+        optimizer=optimizer,
+        decay=decay,
+        gamma=gamma,
+        env=env,
+    ) as run:
+        while run.frames < cfg.frames:
+            steps = []
+            with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+                for _ in range(cfg.algo.steps):
+                    transition, run.state = env.step_and_maybe_reset(policy(run.state.select(*carried)))
+                    steps.append(transition)
+            batch = torch.stack(steps, 1)
+            run.advance(batch_frames)
+            loss.gamma = gamma.step(run.frames)
+            for epoch in range(cfg.algo.epochs):
+                if cfg.algo.in_turn:  # the players learn by turns, an epoch each
+                    loss.active_players = (("controller", "disturbance")[epoch % 2],)
+                with torch.no_grad():  # anew in each epoch: the targets follow the critic
+                    loss.value_estimator(batch, params=loss.critic_network_params)
+                flat = batch.select(*LEARNED).reshape(-1)
+                for rows in torch.randperm(len(flat)).split(cfg.algo.minibatch):
+                    losses = compute(flat[rows])
+                    optimizer.zero_grad()
+                    sum(term for name, term in losses.items() if name.startswith("loss")).backward()
+                    torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
+                    optimizer.step()
+                    decay.step()
+                    run.count_update()
+            if run.due(cfg.evaluations):
+                terms = {name: term.item() for name, term in losses.items() if name.startswith("loss")}
+                run.report(measure(policy, value).scores, gamma=gamma.gamma, **terms)
+            run.save_if_due()
+        found = measure(policy, value)
+        title = f"ppo, {cfg.env.name}, {cfg.problem.name} game, seed {cfg.seed}: "
+        torch.save(policy.state_dict(), folder / "model.pt")
+        run.finish(found.scores, figures={"value_map": measure.picture(found, title)}, **facts)
