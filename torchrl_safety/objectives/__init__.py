@@ -18,6 +18,12 @@ from torchrl_safety.objectives.estimators import (
     TD0BackupEstimator,
     TDLambdaBackupEstimator,
 )
+from torchrl_safety.objectives.games_dqn import (
+    GameplayCategoricalDQNLoss,
+    GameplayDQNLoss,
+    IsaacsCategoricalDQNLoss,
+    IsaacsDQNLoss,
+)
 from torchrl_safety.objectives.ppo import ReachAvoidA2CLoss, ReachAvoidPPOLoss, SafetyA2CLoss, SafetyPPOLoss
 from torchrl_safety.objectives.returns import lambda_return, n_step_return
 from torchrl_safety.objectives.sac import (
@@ -36,6 +42,10 @@ __all__ = [
     "DiscountedReturnBackup",
     "DiscreteReachAvoidSACLoss",
     "DiscreteSafetySACLoss",
+    "GameplayCategoricalDQNLoss",
+    "GameplayDQNLoss",
+    "IsaacsCategoricalDQNLoss",
+    "IsaacsDQNLoss",
     "LipschitzReachAvoidBackup",
     "NStepBackupEstimator",
     "ReachAvoidA2CLoss",

@@ -107,18 +107,24 @@ class BackupLoss(_Base):
         self, backup: Backup | None, terminal_type: str | None, *, n_step: str = "last", **settings: Any
     ) -> None:
         """Build the estimator, once the parent is built."""
-        if backup is not None and terminal_type is not None:
-            raise ValueError(
-                f"terminal_type is {terminal_type!r} beside backup={backup!r}; give it to the backup, or leave one out"
-            )
         self.n_step = check_choice("n_step", n_step, N_STEP)
         check_choice("reduction", self.reduction, ("mean", "sum", "none"))
         for name in ("loss_function", "loss_critic_type"):
             if hasattr(self, name):
                 check_choice(name, getattr(self, name), DISTANCES)
-        default = self.default_backup("all" if terminal_type is None else terminal_type)
-        self._estimator_settings = {"backup": default if backup is None else backup, **settings}
+        self._estimator_settings = {"backup": self._problem(backup, terminal_type), **settings}
         self.make_value_estimator()
+
+    @classmethod
+    def _problem(cls, backup: Backup | None, terminal_type: str | None) -> Backup:
+        """The backup that is given, or the default one of a terminal type."""
+        if backup is None:
+            return cls.default_backup("all" if terminal_type is None else terminal_type)
+        if terminal_type is not None:
+            raise ValueError(
+                f"terminal_type is {terminal_type!r} beside backup={backup!r}; give it to the backup, or leave one out"
+            )
+        return backup
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> BackupLoss:
         """Another estimator, or other settings of it; what is not given stays as it is.
@@ -210,7 +216,7 @@ class BackupLoss(_Base):
     def _state_keys(self) -> list[NestedKey]:
         """What the networks read of a state."""
         inputs = dict.fromkeys(unravel_key(key) for name in self.network_names for key in getattr(self, name).in_keys)
-        return [key for key in inputs if key not in _as_list(self.tensor_keys.action)]
+        return [key for key in inputs if key not in self._stored()]
 
     def _window_target(self, tensordict: TensorDictBase, value_at: Callable[[Place], Tensor]) -> Tensor:
         """The target `[*B, 1]`; `value_at` gives the values of the states that a place names."""

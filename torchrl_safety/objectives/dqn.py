@@ -82,8 +82,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         with torch.no_grad():
             target, report = self._target(tensordict)
         found = self._learned(self.value_network_params, tensordict, _here)
-        action = read(tensordict, keys.action, ACTION_REMEDY)
-        loss, priority = self._distance(_gather_action(found, _action_index(found, action)), target)
+        loss, priority = self._distance(self._played(found, tensordict), target)
         refuse_unless(torch.isfinite(priority).all(), LOSS_FAULT)
         tensordict.set(keys.priority, priority.unsqueeze(-1))
         weight = tensordict.get(keys.priority_weight, None)
@@ -110,7 +109,15 @@ class _ActionValueLoss(BackupLoss, LossModule):
             chooser = self._evaluate(self.target_value_network_params, tensordict, place)
             found = self._form(chooser)
         values = read(chooser, self.tensor_keys.action_value, _NETWORK_REMEDY)
-        return _gather_action(found, values.argmax(-1))
+        return self._greedy(found, values, tensordict)
+
+    def _played(self, found: Tensor, tensordict: TensorDictBase) -> Tensor:
+        """The row `[*B, N]` of the network's output that belongs to the stored action."""
+        return gather_action(found, action_index(found, read(tensordict, self.tensor_keys.action, ACTION_REMEDY)))
+
+    def _greedy(self, found: Tensor, values: Tensor, tensordict: TensorDictBase) -> Tensor:
+        """The row `[*, N]` of the network's output that belongs to the best action by `values`."""
+        return gather_action(found, values.argmax(-1))
 
     def _learned(self, params: TensorDictParams, tensordict: TensorDictBase, place: Place) -> Tensor:
         """The network's output `[*, A, N]` in which the value is learned, of the states that `place` names."""
@@ -370,17 +377,17 @@ def _check_support(support: Tensor) -> Tensor:
     return support
 
 
-def _action_index(logits: Tensor, action: Tensor) -> Tensor:
+def action_index(logits: Tensor, action: Tensor, one: str = "an action") -> Tensor:
     """`action`, an index of `logits` `[*B, A, N]` as `[*B]` or `[*B, 1]`, checked and without the last dimension."""
     batch, actions = logits.shape[:-2], logits.shape[-2]
     check_index(action, batch, f"logits {list(logits.shape)}")
     refuse_unless(
         ((action >= 0) & (action < actions)).all(),
-        f"an action lies outside 0..{actions - 1}: the network has {actions} actions; build it with those of the env",
+        f"{one} lies outside 0..{actions - 1}: the network has {actions} of them; build it with those of the env",
     )
     return action.reshape(batch).long()
 
 
-def _gather_action(logits: Tensor, index: Tensor) -> Tensor:
+def gather_action(logits: Tensor, index: Tensor) -> Tensor:
     """The row of `logits` `[*B, A, N]` of an action index `[*B]`."""
     return logits.gather(-2, index[..., None, None].expand(*index.shape, 1, logits.shape[-1])).squeeze(-2)
