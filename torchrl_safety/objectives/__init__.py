@@ -24,6 +24,7 @@ from torchrl_safety.objectives.games_dqn import (
     IsaacsCategoricalDQNLoss,
     IsaacsDQNLoss,
 )
+from torchrl_safety.objectives.games_sac import GameplaySACLoss, IsaacsSACLoss
 from torchrl_safety.objectives.ppo import ReachAvoidA2CLoss, ReachAvoidPPOLoss, SafetyA2CLoss, SafetyPPOLoss
 from torchrl_safety.objectives.returns import lambda_return, n_step_return
 from torchrl_safety.objectives.sac import (
@@ -44,8 +45,10 @@ __all__ = [
     "DiscreteSafetySACLoss",
     "GameplayCategoricalDQNLoss",
     "GameplayDQNLoss",
+    "GameplaySACLoss",
     "IsaacsCategoricalDQNLoss",
     "IsaacsDQNLoss",
+    "IsaacsSACLoss",
     "LipschitzReachAvoidBackup",
     "NStepBackupEstimator",
     "ReachAvoidA2CLoss",

@@ -57,6 +57,11 @@ def reach_avoid(terminal_type: str) -> Backup:
     return ReachAvoidBackup(terminal_type=terminal_type)
 
 
+def here(key: NestedKey) -> NestedKey:
+    """The place of the present state."""
+    return key
+
+
 def network_input(tensordict: TensorDictBase, keys: list[NestedKey], place: Place) -> TensorDict:
     """The entries `keys` of the state that `place` names, under their own names."""
     entries = {key: read(tensordict, place(key), INPUT_REMEDY) for key in keys}

@@ -21,6 +21,7 @@ from torchrl_safety.objectives.backup_loss import (
     BackupLoss,
     Place,
     check_index,
+    here,
     network_input,
     reach_avoid,
 )
@@ -81,7 +82,7 @@ class _ActionValueLoss(BackupLoss, LossModule):
         keys = self.tensor_keys
         with torch.no_grad():
             target, report = self._target(tensordict)
-        found = self._learned(self.value_network_params, tensordict, _here)
+        found = self._learned(self.value_network_params, tensordict, here)
         loss, priority = self._distance(self._played(found, tensordict), target)
         refuse_unless(torch.isfinite(priority).all(), LOSS_FAULT)
         tensordict.set(keys.priority, priority.unsqueeze(-1))
@@ -224,6 +225,10 @@ class ReachAvoidDQNLoss(_ScalarDQN):
     default_backup = staticmethod(reach_avoid)
 
 
+def _ordinary_return(_: str) -> Backup:
+    return DiscountedReturnBackup()
+
+
 class CategoricalDQNLoss(_ActionValueLoss):
     r"""Cross-entropy between the value distribution and its categorical target, for any backup (C51, Rainbow).
 
@@ -271,7 +276,7 @@ class CategoricalDQNLoss(_ActionValueLoss):
     """
 
     out_keys = ["loss", "clipped_mass"]  # noqa: RUF012
-    default_backup = staticmethod(lambda _: DiscountedReturnBackup())
+    default_backup = staticmethod(_ordinary_return)
     support: Tensor
 
     def __init__(
@@ -355,10 +360,6 @@ class CategoricalDQNLoss(_ActionValueLoss):
             )
         # A constant map has one image under any distribution: what follows a terminal step may even be NaN.
         return torch.where(maps.slope == 0, 1 / logits.shape[-1], logits.softmax(-1))
-
-
-def _here(key: NestedKey) -> NestedKey:
-    return key
 
 
 def _check_support(support: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 
 from torchrl_safety.objectives.backup_loss import BackupLoss
@@ -58,8 +57,3 @@ class ActivePlayers:
         if isinstance(players, str) or not set(players) <= {*PLAYERS}:
             raise ValueError(f"active_players is {players!r}; give a tuple with any of {list(PLAYERS)}")
         self._active_players = tuple(player for player in PLAYERS if player in players)
-
-    @staticmethod
-    def _resting(like: torch.Tensor) -> torch.Tensor:
-        """The loss of a player that rests."""
-        return torch.zeros_like(like)

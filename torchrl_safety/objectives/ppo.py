@@ -25,7 +25,7 @@ class _OnPolicyBackupLoss(BackupLoss):
     """The constructor that PPO and A2C share."""
 
     default_value_estimator = BackupEstimators.BACKUP_TDLAMBDA
-    network_names = ("actor_network", "critic_network")
+    network_names: tuple[str, ...] = ("actor_network", "critic_network")
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ _CRITIC_REMEDY = "Give the loss critics that write it (ValueOperator(..., out_ke
 class _SoftBackupLoss(BackupLoss):
     """The constructor that both kinds of actions share."""
 
-    network_names = ("actor_network", "qvalue_network")
+    network_names: tuple[str, ...] = ("actor_network", "qvalue_network")
     critic_key: str
     """What a critic writes, by its name in `set_keys`."""
     entropy_in_target: bool
@@ -66,11 +66,15 @@ class _SoftBackupLoss(BackupLoss):
 
     @property
     def _alpha(self) -> Tensor:
+        return self._temperature(self.log_alpha)
+
+    def _temperature(self, log_alpha: Tensor) -> Tensor:
+        """The temperature, and its logarithm brought within the limits."""
         # TorchRL's writes to `.data`, which fails under `torch.compile`: when it is compiled, or in the backward.
         with torch.no_grad():
             if self.min_log_alpha is not None or self.max_log_alpha is not None:
-                self.log_alpha.clamp_(self.min_log_alpha, self.max_log_alpha)
-            return self.log_alpha.exp()
+                log_alpha.clamp_(self.min_log_alpha, self.max_log_alpha)
+            return log_alpha.exp()
 
     def _target(self, tensordict: TensorDictBase) -> Tensor:
         self._refuse_empty(tensordict.batch_size)
