@@ -24,6 +24,7 @@ from torchrl_safety.objectives.games_dqn import (
     IsaacsCategoricalDQNLoss,
     IsaacsDQNLoss,
 )
+from torchrl_safety.objectives.games_ppo import GameplayPPOLoss, IsaacsPPOLoss
 from torchrl_safety.objectives.games_sac import GameplaySACLoss, IsaacsSACLoss
 from torchrl_safety.objectives.ppo import ReachAvoidA2CLoss, ReachAvoidPPOLoss, SafetyA2CLoss, SafetyPPOLoss
 from torchrl_safety.objectives.returns import lambda_return, n_step_return
@@ -45,9 +46,11 @@ __all__ = [
     "DiscreteSafetySACLoss",
     "GameplayCategoricalDQNLoss",
     "GameplayDQNLoss",
+    "GameplayPPOLoss",
     "GameplaySACLoss",
     "IsaacsCategoricalDQNLoss",
     "IsaacsDQNLoss",
+    "IsaacsPPOLoss",
     "IsaacsSACLoss",
     "LipschitzReachAvoidBackup",
     "NStepBackupEstimator",

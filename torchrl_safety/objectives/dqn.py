@@ -225,7 +225,7 @@ class ReachAvoidDQNLoss(_ScalarDQN):
     default_backup = staticmethod(reach_avoid)
 
 
-def _ordinary_return(_: str) -> Backup:
+def _ordinary_return(terminal_type: str) -> Backup:
     return DiscountedReturnBackup()
 
 

@@ -21,7 +21,7 @@ STORED_REMEDY = (
 class TwoPlayers(BackupLoss):
     """Stands before a loss of one player and gives it an opponent; not a loss by itself."""
 
-    stored_keys = ("action", "disturbance")
+    stored_keys: tuple[str, ...] = ("action", "disturbance")
 
     def _use_backup(
         self, backup: Backup | None, terminal_type: str | None, *, n_step: str = "last", **settings: Any

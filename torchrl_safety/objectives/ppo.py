@@ -49,15 +49,18 @@ class _OnPolicyBackupLoss(BackupLoss):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The losses; of a batch that holds what the policy did, and at least one step of it."""
+        self._check_batch(tensordict)
+        return super().forward(tensordict)
+
+    def _check_batch(self, tensordict: TensorDictBase) -> None:
         self._refuse_empty(tensordict.batch_size)
         for key in self._stored():
             if read(tensordict, key, STORED_REMEDY).requires_grad:
                 raise ValueError(f"{key!r} in the batch requires gradients; collect it under torch.no_grad()")
-        return super().forward(tensordict)
 
 
 class _PPO(_OnPolicyBackupLoss, ClipPPOLoss):
-    stored_keys = ("action", "sample_log_prob")
+    stored_keys: tuple[str, ...] = ("action", "sample_log_prob")
 
     @dataclass
     class _AcceptedKeys(ClipPPOLoss._AcceptedKeys):
