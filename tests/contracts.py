@@ -24,6 +24,14 @@ from torchrl_safety.objectives import (
     DiscountedReturnBackup,
     DiscreteReachAvoidSACLoss,
     DiscreteSafetySACLoss,
+    GameplayCategoricalDQNLoss,
+    GameplayDQNLoss,
+    GameplayPPOLoss,
+    GameplaySACLoss,
+    IsaacsCategoricalDQNLoss,
+    IsaacsDQNLoss,
+    IsaacsPPOLoss,
+    IsaacsSACLoss,
     LipschitzReachAvoidBackup,
     ReachAvoidA2CLoss,
     ReachAvoidBackup,
@@ -119,6 +127,7 @@ def random_signals(
 # --- losses ---
 
 ACTIONS = 3
+DISTURBANCES = 2
 OBSERVATION = 2
 
 
@@ -128,25 +137,50 @@ class Keys(NamedTuple):
     observation: Any = "observation"
     action: Any = "action"
     log_prob: Any = "action_log_prob"
+    disturbance: Any = "disturbance"
+    disturbance_log_prob: Any = "disturbance_log_prob"
+
+    @property
+    def opponent(self) -> Keys:
+        """The keys of the disturbance in the place of those of the controller."""
+        return self._replace(action=self.disturbance, log_prob=self.disturbance_log_prob)
 
 
 def _mlp(inputs: int, outputs: int) -> MLP:
     return MLP(in_features=inputs, out_features=outputs, num_cells=[8], activation_class=nn.Tanh)
 
 
-def _actor(keys: Keys, continuous: bool) -> ProbabilisticActor:
+def _actor(keys: Keys, continuous: bool, *, actions: int = ACTIONS, sees: tuple[Any, ...] = ()) -> ProbabilisticActor:
+    """A policy; `sees` are the keys of numbers that it reads beside the observation."""
     outputs, distribution = (
         (["loc", "scale"], TanhNormal) if continuous else (["logits"], torch.distributions.Categorical)
     )
-    network = nn.Sequential(_mlp(OBSERVATION, 2), NormalParamExtractor()) if continuous else _mlp(OBSERVATION, ACTIONS)
+    head = _mlp(OBSERVATION + len(sees), 2 if continuous else actions)
+    network = nn.Sequential(head, NormalParamExtractor()) if continuous else head
     return ProbabilisticActor(
-        TensorDictModule(network, [keys.observation], outputs),
+        TensorDictModule(_Joined(network) if sees else network, [keys.observation, *sees], outputs),
         in_keys=outputs,
         out_keys=[keys.action],
         distribution_class=distribution,
         return_log_prob=True,
         log_prob_keys=[keys.log_prob],
     )
+
+
+class _Joined(nn.Module):
+    """Columns of several inputs side by side."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.network(torch.cat(inputs, -1))
+
+
+def _table(keys: Keys) -> TensorDictModule:
+    network = nn.Sequential(_mlp(OBSERVATION, ACTIONS * DISTURBANCES), nn.Unflatten(-1, (ACTIONS, DISTURBANCES)))
+    return TensorDictModule(network, [keys.observation], ["action_value"])
 
 
 def _action_values(keys: Keys) -> TensorDictModule:
@@ -165,14 +199,24 @@ class LossCase(NamedTuple):
     networks: Callable[[Keys], tuple[nn.Module, ...]]
     continuous: bool
     terms: dict[str, str]
-    """Name of each term of the loss -> prefix of the names of the parameters that it trains."""
+    """Name of each term of the loss -> the parameter that it trains, or what holds those."""
     critic: str
     """The term that holds the distance to the target."""
 
     @property
     def on_policy(self) -> bool:
         """Whether a batch is trajectories `[*B, T]`."""
-        return self.family in ("PPO", "A2C")
+        return self.family in ("PPO", "A2C", "game PPO")
+
+    @property
+    def game(self) -> bool:
+        """Whether there are two players."""
+        return "game" in self.family
+
+    @property
+    def categorical(self) -> bool:
+        """Whether the value is a distribution."""
+        return "categorical" in self.family
 
     def build(self, *, keys: Keys | None = None, dtype: torch.dtype = torch.float64, **settings: Any) -> LossModule:
         """The loss, always of the same weights; its target networks differ from the online ones."""
@@ -201,6 +245,10 @@ class LossCase(NamedTuple):
         action = torch.randint(ACTIONS, shape, generator=generator)
         root = {"observation": normal(OBSERVATION), "action": normal(1).tanh() * 0.9 if self.continuous else action}
         root["action_log_prob"] = normal() / 4 - 1
+        if self.game:
+            disturbance = torch.randint(DISTURBANCES, shape, generator=generator)
+            root["disturbance"] = normal(1).tanh() * 0.9 if self.continuous else disturbance
+            root["disturbance_log_prob"] = normal() / 4 - 1
         return TensorDict({**root, "next": after}, shape)
 
 
@@ -286,6 +334,75 @@ LOSSES: tuple[LossCase, ...] = (
             _ON_POLICY,
             "loss_critic",
         )
+    ),
+    *_pair(
+        "game DQN",
+        IsaacsDQNLoss,
+        GameplayDQNLoss,
+        {"loss_function": "l2"},
+        lambda keys: (_table(keys),),
+        False,
+        {"loss": "value_network_params"},
+        "loss",
+    ),
+    *_pair(
+        "game categorical DQN",
+        IsaacsCategoricalDQNLoss,
+        GameplayCategoricalDQNLoss,
+        {"num_disturbances": DISTURBANCES},
+        lambda keys: (
+            RainbowNetwork(
+                OBSERVATION,
+                ACTIONS * DISTURBANCES,
+                support=(-2.0, 2.0),
+                atoms=7,
+                hidden=(8,),
+                in_key=keys.observation,
+            ),
+        ),
+        False,
+        {"loss": "value_network_params"},
+        "loss",
+    ),
+    *_pair(
+        "game SAC",
+        IsaacsSACLoss,
+        GameplaySACLoss,
+        {"loss_function": "l2", "target_entropy": -1.0, "target_entropy_disturbance": -1.0},
+        lambda keys: (
+            _actor(keys, True),
+            _actor(keys.opponent, True, sees=(keys.action,)),
+            ValueOperator(
+                _mlp(OBSERVATION + 2, 1),
+                in_keys=[keys.observation, keys.action, keys.disturbance],
+                out_keys=["state_action_value"],
+            ),
+        ),
+        True,
+        {
+            "loss_controller": "actor_network_params",
+            "loss_disturbance": "disturbance_network_params",
+            "loss_qvalue": "qvalue_network_params",
+            "loss_alpha_controller": "log_alpha",
+            "loss_alpha_disturbance": "log_alpha_disturbance",
+        },
+        "loss_qvalue",
+    ),
+    *_pair(
+        "game PPO",
+        IsaacsPPOLoss,
+        GameplayPPOLoss,
+        {"loss_critic_type": "l2"},
+        lambda keys: (_actor(keys, False), _actor(keys.opponent, False, actions=DISTURBANCES), _critic(keys)),
+        False,
+        {
+            "loss_controller": "actor_network_params",
+            "loss_entropy_controller": "actor_network_params",
+            "loss_disturbance": "disturbance_loss",
+            "loss_entropy_disturbance": "disturbance_loss",
+            "loss_critic": "critic_network_params",
+        },
+        "loss_critic",
     ),
 )
 """Every loss, with its default backup."""

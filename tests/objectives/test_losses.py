@@ -38,8 +38,10 @@ def losses(*families: str, but: tuple[str, ...] = ()):
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.loss.__name__)
 
 
-OFF_POLICY = ("DQN", "SAC", "discrete SAC")
-EVERY, SCALAR = losses(), losses(but=("categorical DQN",))  # distributions have their own loop, in test_dqn.py
+ONE_PLAYER = ("DQN", "SAC", "discrete SAC")
+OFF_POLICY = (*ONE_PLAYER, "game DQN", "game SAC")
+CATEGORICAL = ("categorical DQN", "game categorical DQN")
+EVERY, SCALAR = losses(), losses(but=CATEGORICAL)  # distributions have their own loops, in test_dqn.py
 PAIRS = [pair for pair in itertools.pairwise(LOSSES) if pair[0].family == pair[1].family]
 
 
@@ -77,6 +79,10 @@ def next_value(case: LossCase, loss: LossModule, observation: Tensor) -> Tensor:
     state = TensorDict({"observation": observation}, observation.shape[:-1])
     if case.on_policy:
         return modules(loss, "critic_network")[0](state)["state_value"].squeeze(-1)
+    if case.family == "game DQN":
+        online = modules(loss, "value_network")[0](state)["action_value"]
+        target = modules(loss, "value_network", target=True)[0](state)["action_value"]
+        return torch.stack([minimax(one, other) for one, other in rows(online, target)]).reshape(state.shape)
     if case.family == "DQN":
         choice = modules(loss, "value_network")[0](state)["action_value"].argmax(-1, keepdim=True)
         return modules(loss, "value_network", target=True)[0](state)["action_value"].gather(-1, choice).squeeze(-1)
@@ -84,9 +90,22 @@ def next_value(case: LossCase, loss: LossModule, observation: Tensor) -> Tensor:
     critics = modules(loss, "qvalue_network", target=True)
     if case.continuous:
         state["action"] = distribution.rsample()
+        if case.game:
+            state["disturbance"] = modules(loss, "disturbance_network")[0].get_dist(state.clone()).rsample()
         return torch.stack([critic(state)["state_action_value"] for critic in critics]).amin(0).squeeze(-1)
     least = torch.stack([critic(state)["action_value"] for critic in critics]).amin(0)
     return (distribution.probs * least).sum(-1)
+
+
+def rows(*tables: Tensor) -> zip:
+    return zip(*(table.flatten(end_dim=-3) for table in tables))
+
+
+def minimax(choices: Tensor, values: Tensor) -> Tensor:
+    """The entry of `values` at the place where `choices` has the largest of the least entries of its rows."""
+    worst = [min(range(len(row)), key=row.__getitem__) for row in choices.tolist()]
+    best = max(range(len(worst)), key=lambda u: choices[u][worst[u]].item())
+    return values[best][worst[best]]
 
 
 def predictions(case: LossCase, loss: LossModule, batch: TensorDict) -> Tensor:
@@ -94,11 +113,14 @@ def predictions(case: LossCase, loss: LossModule, batch: TensorDict) -> Tensor:
     batch = batch.clone()
     if case.on_policy:
         return next_value(case, loss, batch["observation"]).unsqueeze(0)
-    name = "value_network" if case.family == "DQN" else "qvalue_network"
+    name = "value_network" if "DQN" in case.family else "qvalue_network"
     key = "state_action_value" if case.continuous else "action_value"
     found = torch.stack([critic(batch)[key] for critic in modules(loss, name)])
     if case.continuous:
         return found.squeeze(-1)
+    if case.game:
+        played = zip(found[0].flatten(end_dim=-3), batch["action"].flatten(), batch["disturbance"].flatten())
+        return torch.stack([table[u][d] for table, u, d in played]).reshape(1, *batch.shape)
     return found.gather(-1, batch["action"].expand(len(found), *batch.shape).unsqueeze(-1)).squeeze(-1)
 
 
@@ -184,6 +206,10 @@ def test_the_target_of_every_step_equals_the_loop(case, bootstrap):
 @pytest.mark.parametrize("n_step", ["last", "best"])
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_the_target_of_every_window_equals_the_loop_over_its_frames(case, n_step, bootstrap):
+    if case.game and n_step == "best":
+        with pytest.raises(ValueError, match="n_step is 'best', a lower bound of the value for a single player only"):
+            case.build(n_step=n_step)
+        return
     flag, n = "terminated" if bootstrap else "done", 3
     frames = ended_frames(case)
     for backup, _ in BACKUPS:
@@ -243,7 +269,7 @@ def test_terminal_type_counts_for_reach_avoid_and_is_harmless_for_avoid(pair):
 
 # --- keys ---
 
-NESTED = Keys(("agent", "state"), ("agent", "move"), ("agent", "score"))
+NESTED = Keys(("agent", "state"), ("agent", "move"), ("agent", "score"), ("other", "move"), ("other", "score"))
 
 
 def renamed(batch: TensorDict, names: dict) -> TensorDict:
@@ -260,18 +286,17 @@ def renamed(batch: TensorDict, names: dict) -> TensorDict:
 def test_nested_keys_change_nothing(case):
     flags = {name: ("agent", name) for name in (*SIGNALS, "terminated", "done")}
     loss = case.build(keys=NESTED, backup=ReachAvoidBackup())
-    loss.set_keys(action=NESTED.action, **flags)
-    batch = renamed(
-        case.batch(),
-        {**flags, "observation": NESTED.observation, "action": NESTED.action, "action_log_prob": NESTED.log_prob},
-    )
+    loss.set_keys(action=NESTED.action, **flags, **({"disturbance": NESTED.disturbance} if case.game else {}))
+    names = {name if name != "log_prob" else "action_log_prob": key for name, key in NESTED._asdict().items()}
+    batch = renamed(case.batch(), {**flags, **names})
     same(run(loss, batch), run(case.build(backup=ReachAvoidBackup()), case.batch()))
 
 
 @EVERY
 def test_every_key_of_a_loss_can_be_renamed_those_of_torchrls_loss_too(case):
     written = {"action_value", "value_logits", "state_action_value", "value"}  # by the networks
-    loss = case.build(keys=Keys(action="my_action", log_prob="my_sample_log_prob"), backup=ReachAvoidBackup())
+    keys = Keys("observation", "my_action", "my_sample_log_prob", "my_disturbance", "my_disturbance_log_prob")
+    loss = case.build(keys=keys, backup=ReachAvoidBackup())
     plain, batch = case.build(backup=ReachAvoidBackup()), case.batch()
     batch["priority_weight"] = torch.linspace(0.1, 1, batch.numel(), dtype=torch.float64).reshape(batch.shape)
     names = {name: key for name, key in vars(plain.tensor_keys).items() if name not in written}
@@ -371,7 +396,7 @@ def test_a_batch_of_one_is_a_batch(case):
     assert all(torch.isfinite(result[name]) for name in case.terms)
 
 
-@losses(but=("PPO",))
+@losses(but=("PPO", "game PPO"))
 def test_an_empty_batch_has_no_mean(case):
     with pytest.raises(ValueError, match="holds no transition"):
         case.build(backup=AvoidBackup())(case.batch(*((0, 4) if case.on_policy else (0,))))
@@ -391,7 +416,7 @@ def test_more_batch_dimensions_are_the_same_rows(case):
         close(batch["td_error"].flatten(), flat["td_error"].flatten())
 
 
-@losses(*OFF_POLICY, "categorical DQN")
+@losses(*OFF_POLICY, *CATEGORICAL)
 def test_priorities_are_positive_and_come_from_the_unweighted_error(case):
     loss, batch = case.build(backup=ReachAvoidBackup()), case.batch()
     plain, terms = batch.clone(), run(case.build(backup=ReachAvoidBackup(), reduction="none"), batch.clone())
@@ -430,7 +455,7 @@ def test_each_term_trains_its_own_network_and_no_target(case):
         optimizer.zero_grad()
         result[term].backward(retain_graph=True)
         moved = {name for name, value in loss.named_parameters() if value.grad is not None and value.grad.any()}
-        assert moved == {name for name, _ in loss.named_parameters() if name.startswith(prefix)}, term
+        assert moved == {name for name, _ in loss.named_parameters() if name.split(".")[0] == prefix}, term
     optimizer.step()
     for name, value in loss.state_dict().items():
         if name.startswith("target_"):
@@ -438,7 +463,7 @@ def test_each_term_trains_its_own_network_and_no_target(case):
             assert not value.requires_grad
 
 
-@losses(but=("A2C", "PPO"))
+@losses(but=("A2C", "PPO", "game PPO"))
 def test_a_target_updater_can_be_built_after_the_loss_has_run(case):
     loss = case.build(backup=AvoidBackup())
     before = run(loss, case.batch())[case.critic]
@@ -507,7 +532,7 @@ def test_td0_is_n_step_on_transitions_and_lambda_zero(case):
     loss, batch = case.build(backup=DiscountedReturnBackup(), gamma=GAMMA), case.batch(3, 5)
     expected = run(loss.make_value_estimator(BackupEstimators.BACKUP_TD0), batch.clone())
     same(run(loss.make_value_estimator(BackupEstimators.BACKUP_NSTEP), batch.clone()), expected)
-    if case.family != "categorical DQN":  # which asks the estimator for its maps only
+    if not case.categorical:  # which asks the estimator for its maps only
         same(run(loss.make_value_estimator(BackupEstimators.BACKUP_TDLAMBDA, lmbda=0), batch.clone()), expected)
         # A return shows every step; between margins the bounds of a safety backup may hide the mixing.
         loss.make_value_estimator(backup=DiscountedReturnBackup())
@@ -532,7 +557,7 @@ def test_an_estimator_that_takes_no_backup_is_refused_and_changes_nothing(case):
     assert (loss.gamma, loss.backup) == (0.8, before.backup)
 
 
-@losses(*OFF_POLICY, "categorical DQN")
+@losses(*ONE_PLAYER, "categorical DQN")
 def test_the_best_of_a_window_needs_an_estimator_that_knows_windows(case):
     with pytest.raises(ValueError, match=re.escape("n_step is 'first'; choose one of ['last', 'best']")):
         case.build(n_step="first")
@@ -546,7 +571,7 @@ def test_the_best_of_a_window_needs_an_estimator_that_knows_windows(case):
 # --- what must not pass ---
 
 
-@losses("DQN", "SAC", "discrete SAC", "A2C", "categorical DQN")
+@losses(but=("PPO", "game PPO"))
 def test_a_loss_that_is_not_finite_is_refused_by_every_family(case):
     loss, batch = case.build(), case.batch()
     batch["observation"].view(-1)[0] = torch.nan
@@ -554,7 +579,7 @@ def test_a_loss_that_is_not_finite_is_refused_by_every_family(case):
         loss(batch)
 
 
-@losses("PPO", "A2C")
+@losses("PPO", "A2C", "game PPO")
 def test_a_shuffled_trajectory_is_refused_though_its_dimension_is_still_named_time(case):
     loss, batch = case.build(), case.batch(1, 6)[0]
     batch["next", "observation"][:-1] = batch["observation"][1:]
@@ -579,9 +604,7 @@ def test_a_cast_leaves_the_discount_exact(case, dtype):
 @EVERY
 def test_settings_are_checked_when_the_loss_is_built(case):
     distance = "loss_critic_type" if case.on_policy else "loss_function"
-    wrong = {"reduction": "x", "bootstrap_on_truncation": "no"} | (
-        {} if "categorical" in case.family else {distance: "x"}
-    )
+    wrong = {"reduction": "x", "bootstrap_on_truncation": "no"} | ({} if case.categorical else {distance: "x"})
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"{name} is '{value}'"):
             case.build(**{name: value})
@@ -610,9 +633,11 @@ def test_every_loss_compiles_without_graph_breaks(case):
 
 
 @pytest.mark.slow
-@losses(*OFF_POLICY, "categorical DQN")
+@losses(*OFF_POLICY, *CATEGORICAL)
 @pytest.mark.parametrize("n_step", ["last", "best"])
 def test_every_loss_compiles_on_windows_without_graph_breaks(case, n_step):
+    if case.game and n_step == "best":
+        return
     compiles_to_the_same_numbers(case, case.build(n_step=n_step), windows_of(case, 3))
 
 
@@ -679,7 +704,11 @@ def test_the_exact_value_is_a_fixed_point_whatever_the_temperature_and_the_polic
     assert exact[:4].tolist() == pytest.approx([0.2] * 4 if isinstance(backup, AvoidBackup) else [0.3, 0.3, 0.5, 0.5])
     *actor, critic = (network.double() for network in case.networks(Keys()))
     key = critic.out_keys[0]
-    table = TensorDictModule(Known(exact, 3 if key == "action_value" else 1), ["observation"], [key])
+    known = Known(exact, 3 if key == "action_value" else 1)
+    if case.family == "game DQN":
+        known = torch.nn.Sequential(known, torch.nn.Unflatten(-1, (3, 1)))
+    table = TensorDictModule(known, ["observation"], [key])
+    batch.update({"disturbance": torch.zeros_like(batch["action"])} if case.game else {})
     loss = case.loss(*actor, table, **{**case.settings, "backup": backup, "gamma": 1.0})
     if case.on_policy:
         for lmbda in (0.0, 0.7, 1.0):
@@ -690,7 +719,8 @@ def test_the_exact_value_is_a_fixed_point_whatever_the_temperature_and_the_polic
         return
     for alpha in (1e-3, 10.0) if "SAC" in case.family else (None,):
         if alpha is not None:
-            loss.log_alpha.data.fill_(alpha).log_()
+            for name in ("log_alpha", "log_alpha_disturbance")[: 1 + case.game]:
+                getattr(loss, name).data.fill_(alpha).log_()
         run(loss, batch)
         close(batch["td_error"].flatten(), torch.zeros(steps))
 
@@ -747,7 +777,7 @@ def test_tied_actions_do_not_add_up(double):
     close(batch["td_error"], torch.zeros(12, 1))
 
 
-@losses("DQN", "discrete SAC", "categorical DQN")
+@losses("DQN", "discrete SAC", "categorical DQN", "game DQN", "game categorical DQN")
 def test_one_hot_actions_are_refused(case):
     loss, batch = case.build(backup=AvoidBackup()), case.batch(3)  # as many rows as actions, where shapes would fit
     batch["action"] = torch.nn.functional.one_hot(batch["action"], 3)

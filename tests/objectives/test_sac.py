@@ -15,7 +15,7 @@ from torchrl.modules import ValueOperator
 
 from torchrl_safety.objectives import DiscountedReturnBackup, SafetySACLoss
 
-CASES = [case for case in LOSSES if "SAC" in case.family]
+CASES = [case for case in LOSSES if case.family in ("SAC", "discrete SAC")]
 EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.loss.__name__)
 KINDS = pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.family)
 GAMMA = 0.9
