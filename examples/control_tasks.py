@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +22,18 @@ from torchrl_safety.envs import (
     PointMassEnv,
     SafetyGymEnv,
 )
+from torchrl_safety.modules import RainbowNetwork, greedy_policy
 from torchrl_safety.objectives import Backup
-from torchrl_safety.trainers import EpisodeEvaluator, Evaluation, ExactSetEvaluator, SetEvaluation
+from torchrl_safety.trainers import (
+    EpisodeEvaluator,
+    Evaluation,
+    ExactSetEvaluator,
+    SetEvaluation,
+    SetMetrics,
+    evaluation_mode,
+    plot_value_distribution,
+    save_gif,
+)
 
 NATIVE: dict[str, Callable[..., EnvBase]] = {
     "double_integrator": DoubleIntegratorEnv,
@@ -37,6 +49,8 @@ GYMNASIUM: dict[str, Callable[..., EnvBase]] = {
 ENVS = {**NATIVE, **GYMNASIUM}
 ENDS = {"avoid": "failure", "reach_avoid": "reach_avoid", "return": "failure"}
 """What ends the roll-outs that are measured in a native environment."""
+LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the mass, counted from the worst, at which a value distribution is read."""
 SIDE_BY_SIDE = 20
 """The most Gymnasium environments that a policy is measured in at once."""
 
@@ -56,10 +70,10 @@ def make_env(cfg: DictConfig, num_envs: int, **settings: Any) -> EnvBase:
 class ExactSet:
     """The learned set against the exact one, and roll-outs from inside it."""
 
-    def __init__(self, cfg: DictConfig, backup: Backup) -> None:
+    def __init__(self, cfg: DictConfig, backup: Backup, **settings: Any) -> None:
         self.labels = cfg.env.grid.labels
         self.measure = ExactSetEvaluator(
-            make_env(cfg, cfg.rollouts, max_steps=None, end_criterion=ENDS[cfg.problem.name]),
+            make_env(cfg, cfg.rollouts, max_steps=None, end_criterion=ENDS[cfg.problem.name], **settings),
             backup,
             low=cfg.env.grid.low,
             high=cfg.env.grid.high,
@@ -72,9 +86,32 @@ class ExactSet:
     def __call__(self, policy: nn.Module, next_value: Callable[[torch.Tensor], torch.Tensor]) -> SetEvaluation:
         return self.measure(policy, next_value)
 
-    def figures(self, found: SetEvaluation, title: str) -> dict[str, Figure]:
-        """Pictures of what was found."""
-        return {"value_map": self.measure.picture(found, labels=self.labels, title=title)}
+    def conclude(self, found: SetEvaluation, network: RainbowNetwork, title: str, folder: Path) -> dict[str, Figure]:
+        """Pictures of what was found; of a value distribution also how the set moves with the caution of its reader."""
+        if network.support is not None:
+            with evaluation_mode(network), (folder / "levels.csv").open("w", newline="") as file:
+                table = csv.DictWriter(file, ["reading", "level", *SetMetrics._fields])
+                table.writeheader()
+                table.writerows(self.read_carefully(network))
+        return {"value_map": self.picture(found, title)}
+
+    def picture(self, found: SetEvaluation, title: str) -> Figure:
+        """The learned value and both sets."""
+        return self.measure.picture(found, labels=self.labels, title=title)
+
+    def read_carefully(self, network: RainbowNetwork) -> Iterator[dict[str, str | float]]:
+        """The set where a quantile, or the mean of the worst share, of the greedy action's value is at least 0."""
+        for reading in ("quantile", "cvar"):
+            for level in LEVELS:
+
+                def value(states: torch.Tensor, reading: str = reading, level: float = level) -> torch.Tensor:
+                    logits = network.logits(states)
+                    mean = logits.softmax(-1) @ network.support
+                    greedy = mean.argmax(-1)[..., None, None].expand(*mean.shape[:-1], 1, network.atoms)
+                    return getattr(network, reading)(logits.gather(-2, greedy), level)
+
+                metrics = self.measure.measure_set(value)[1]
+                yield {"reading": reading, "level": level, **metrics._asdict()}
 
 
 class Episodes:
@@ -97,14 +134,34 @@ class Episodes:
     def __call__(self, policy: nn.Module, next_value: Callable[[torch.Tensor], torch.Tensor]) -> Evaluation:
         return self.measure(policy)
 
-    def figures(self, found: Evaluation, title: str) -> dict[str, Figure]:
-        """Pictures of what was found: how the returns are distributed."""
+    def conclude(self, found: Evaluation, network: RainbowNetwork, title: str, folder: Path) -> dict[str, Figure]:
+        """Pictures of the returns, of the value distribution at a start, and of one episode as ``policy.gif``."""
         figure = Figure(layout="constrained")
         plot = figure.subplots()
         assert found.returns is not None
         plot.hist(found.returns.tolist(), bins=20)
         plot.set(xlabel="return", ylabel="episodes", title=f"{title}mean return {found.returns.mean():.1f}")
-        return {"returns": figure}
+        figures = {"returns": figure}
+        with evaluation_mode(network):
+            if network.support is not None:
+                start = self.measure.env.reset()["observation"][0]
+                probs = network.logits(start).softmax(-1)
+                figures["value_distribution"] = plot_value_distribution(network.support, probs, title=title)
+            if self.cfg.video:
+                self.film(greedy_policy(network), folder / "policy.gif")
+        return figures
+
+    def film(self, policy: nn.Module, path: Path) -> None:
+        """One episode of the policy, every second step of it, as an animated picture."""
+        env = make_env(self.cfg, 1, render_mode="rgb_array", seed=self.cfg.seed + 1_000_000)
+        state, pictures = env.reset(), []
+        for step in range(self.cfg.rollout_steps):
+            if step % 2 == 0:
+                pictures.append(env.envs[0].render()[::2, ::2])
+            transition, state = env.step_and_maybe_reset(policy(state))
+            if transition["next", "done"].any():
+                break
+        save_gif(pictures, path)
 
 
 def make_measure(cfg: DictConfig, backup: Backup) -> ExactSet | Episodes:

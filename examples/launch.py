@@ -17,10 +17,13 @@ from torchrl_safety.envs.base import END_CRITERIA
 from torchrl_safety.trainers import check_options, find_checkpoint
 
 Train = Callable[[DictConfig, Path, Path | None], None]
+Show = Callable[[DictConfig, Path], None]
 
 
-def start(cfg: DictConfig, train: Train, *, kept: Sequence[str]) -> None:
+def start(cfg: DictConfig, train: Train, *, kept: Sequence[str], show: Show | None = None) -> None:
     """Call `train(cfg, folder, checkpoint)` for a new run, or for the one that ``cfg.resume`` names.
+
+    Where `show` is given and ``cfg.evaluate`` names the folder of a run, that is shown instead.
 
     A resumed run keeps its folder and its options; only those not in `kept` may be given anew. What the options get
     wrong (ValueError, OSError) ends the program with one line.
@@ -28,11 +31,17 @@ def start(cfg: DictConfig, train: Train, *, kept: Sequence[str]) -> None:
     Args:
         cfg: the options, with an entry ``resume`` (a folder of a run, one of its checkpoints, or null).
         train: trains.
-        kept: names of the options that a resumed run must keep.
+        kept: names of the options that a resumed run, or one that is shown, must keep.
+        show: shows what a run left in its folder.
     """
     try:
         _refuse_additions()
-        train(*_resumed(cfg, kept))
+        if show is not None and cfg.evaluate is not None:
+            _remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
+            folder = Path(str(cfg.evaluate))
+            show(_with_stored(cfg, folder, kept, "evaluate"), folder)
+        else:
+            train(*_resumed(cfg, kept))
     except CheckpointError as error:
         fault = f"{error}; give the options that the run has, or another checkpoint of {cfg.resume}"
     except (ValueError, OSError) as error:
@@ -109,15 +118,21 @@ def _resumed(cfg: DictConfig, kept: Sequence[str]) -> tuple[DictConfig, Path, Pa
     _remove_if_empty(folder)
     saved = find_checkpoint(str(cfg.resume)).resolve()
     folder = saved.parents[1]
+    stored = _with_stored(cfg, folder, kept, "resume")
+    stored.resume = None
+    return stored, folder, saved
+
+
+def _with_stored(cfg: DictConfig, folder: Path, kept: Sequence[str], beside: str) -> DictConfig:
+    """The options of the run in `folder`, and those of this command that it need not keep."""
     stored = OmegaConf.load(folder / "config.yaml")
     for text in HydraConfig.get().overrides.task:
         name = text.partition("=")[0].strip("+~")
         option = name.partition(".")[0]
         if option not in stored:
-            raise ValueError(f"{text!r} beside resume=: the run has no {option}; leave it out")
+            raise ValueError(f"{text!r} beside {beside}=: the run has no {option}; leave it out")
         if option not in kept:
             OmegaConf.update(stored, name, OmegaConf.select(cfg, name))
         elif cfg.get(option) != stored[option]:
-            raise ValueError(f"{text!r} beside resume=: the run has {option}={stored[option]}; leave it out")
-    stored.resume = None
-    return stored, folder, saved
+            raise ValueError(f"{text!r} beside {beside}=: the run has {option}={stored[option]}; leave it out")
+    return stored

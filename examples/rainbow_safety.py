@@ -7,6 +7,7 @@ Every option stands in examples/configs/rainbow_safety.yaml. The loop in `train`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -14,16 +15,25 @@ import torch
 from control_tasks import ENVS, make_env, make_measure
 from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictSequential
 from torch import nn
-from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, RandomSampler
+from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from torchrl.modules import EGreedyModule
 from torchrl.objectives import HardUpdate, SoftUpdate
 
-from torchrl_safety.data import NStepTransform, PrioritizedSampler
-from torchrl_safety.modules import AngleEncoding, NatureCNN, RainbowNetwork, greedy_policy, reset_noise
+from torchrl_safety.data import LeanReplayBuffer, NStepTransform, PrioritizedSampler
+from torchrl_safety.modules import (
+    AngleEncoding,
+    NatureCNN,
+    NoisyLinear,
+    RainbowNetwork,
+    distribution_statistics,
+    greedy_policy,
+    reset_noise,
+)
 from torchrl_safety.objectives import (
     AvoidBackup,
     CategoricalDQNLoss,
@@ -31,9 +41,10 @@ from torchrl_safety.objectives import (
     ReachAvoidBackup,
     SafetyDQNLoss,
 )
-from torchrl_safety.trainers import StepGamma, TrainingRun, check_options
+from torchrl_safety.trainers import StepGamma, TrainingRun, check_options, evaluation_mode
 
 BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
+MODEL = "model.pt"
 KEPT = "env problem seed num_envs n_steps buffer_size prioritized alpha noisy dueling categorical atoms hidden"
 
 
@@ -41,11 +52,14 @@ def check(cfg: DictConfig) -> None:
     check_shared(cfg, problems=BACKUPS, envs=ENVS)
     check_options(
         cfg,
-        choices={"dueling": ("mean", "max", None), "problem.n_step": ("last", "best")},
-        flags="double noisy prioritized categorical compile epsilon.with_noise",
+        choices={
+            "dueling": ("mean", "max", None),
+            "problem.n_step": ("last", "best"),
+        },
+        flags="double noisy prioritized categorical compile cuda_graphs video epsilon.with_noise",
         whole="batch_size n_steps atoms buffer_size warmup_frames updates" + " target_period" * bool(cfg.target_period),
         positive="lr.start lr.end tau",
-        shares="epsilon.start epsilon.end beta tau",
+        shares="epsilon.start epsilon.end beta tau" + " risk_level" * (cfg.risk_level is not None),
         amounts="alpha sigma_init epsilon.fraction",
         numbers="problem.level",
         intervals="problem.support" if cfg.categorical else "",
@@ -63,7 +77,7 @@ def check(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="rainbow_safety")
 def main(cfg: DictConfig) -> None:
-    start(cfg, train, kept=KEPT.split())
+    start(cfg, train, kept=KEPT.split(), show=show)
 
 
 def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
@@ -72,26 +86,12 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     torch.manual_seed(cfg.seed)
     env = make_env(cfg, cfg.num_envs)
     backup = BACKUPS[cfg.problem.name]()
-    features, encoder = encode(env)
-    network = RainbowNetwork(
-        features,
-        env.action_spec.space.n,
-        support=tuple(cfg.problem.support) if cfg.categorical else None,
-        atoms=cfg.atoms,
-        hidden=cfg.hidden,
-        dueling=cfg.dueling,
-        noisy=cfg.noisy,
-        sigma_init=cfg.sigma_init,
-        encoder=encoder,
-        device=cfg.device,
-    )
+    network = make_network(cfg, env)
     make_loss = CategoricalDQNLoss if cfg.categorical else SafetyDQNLoss
     loss = make_loss(network, backup=backup, double=cfg.double, n_step=cfg.problem.n_step, bootstrap_on_truncation=True)
-    compute = torch.compile(loss, fullgraph=True) if cfg.compile else loss
-    policy = greedy_policy(network)
-
-    def best_value(states: torch.Tensor) -> torch.Tensor:
-        return policy(TensorDict({"observation": states}, states.shape[:-1]))["chosen_action_value"]
+    mode = "reduce-overhead" if cfg.cuda_graphs else "default"
+    compute = torch.compile(loss, fullgraph=True, mode=mode) if cfg.compile else loss
+    policy = make_policy(cfg, network)
 
     at_random = 0.0 if cfg.noisy and not cfg.epsilon.with_noise else 1.0
     epsilon = EGreedyModule(
@@ -107,7 +107,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     prioritized = PrioritizedSampler(cfg.buffer_size, cfg.alpha, cfg.beta, beta_annealing_steps=updates)
     window = [*backup.signals, "observation"] if cfg.problem.n_step == "best" else [*backup.signals]
     windows = NStepTransform(cfg.n_steps, signals=window, num_envs=cfg.num_envs)
-    buffer = TensorDictReplayBuffer(
+    buffer = LeanReplayBuffer(
         storage=LazyTensorStorage(cfg.buffer_size, device=cfg.device),
         sampler=prioritized if cfg.prioritized else uniform,
         transform=windows,
@@ -175,18 +175,49 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 buffer.update_tensordict_priority(batch)
                 run.count_update()
             if run.updates and run.due(cfg.evaluations):
-                scores = measure(policy, best_value).scores
+                scores = measure(policy, best_value(policy)).scores
                 run.report(
                     scores,
                     gamma=gamma.gamma,
-                    epsilon=epsilon.eps.item(),
+                    **explored(network, epsilon, buffer.sampler),
                     **{key: value.item() for key, value in losses.items()},
+                    **statistics(network, batch),
                 )
                 warn_of_clipping(run)
             run.save_if_due()
-        found = measure(policy, best_value)
+        found = measure(policy, best_value(policy))
         title = f"{cfg.env.name}, {cfg.problem.name}, seed {cfg.seed}, {run.frames:,} frames: "
-        run.finish(found.scores, figures=measure.figures(found, title), **facts)
+        torch.save(network.state_dict(), folder / MODEL)
+        run.finish(found.scores, figures=measure.conclude(found, network, title, folder), **facts)
+
+
+def show(cfg: DictConfig, folder: Path) -> None:
+    """Measure the model that a finished run left in `folder`."""
+    check(cfg)
+    torch.set_num_threads(cfg.threads)
+    network = make_network(cfg, make_env(cfg, 1))
+    network.load_state_dict(torch.load(folder / MODEL, map_location=cfg.device, weights_only=True))
+    policy = make_policy(cfg, network)
+    for name, score in make_measure(cfg, BACKUPS[cfg.problem.name]())(policy, best_value(policy)).scores.items():
+        if score is not None:
+            print(f"{name:<20}{score:.4f}")
+
+
+def make_network(cfg: DictConfig, env: EnvBase) -> RainbowNetwork:
+    """The value network, for vectors (of which angles are encoded) and images."""
+    features, encoder = encode(env)
+    return RainbowNetwork(
+        features,
+        env.action_spec.space.n,
+        support=tuple(cfg.problem.support) if cfg.categorical else None,
+        atoms=cfg.atoms,
+        hidden=cfg.hidden,
+        dueling=cfg.dueling,
+        noisy=cfg.noisy,
+        sigma_init=cfg.sigma_init,
+        encoder=encoder,
+        device=cfg.device,
+    )
 
 
 def encode(env: EnvBase) -> tuple[int | tuple[int, ...], nn.Module | None]:
@@ -195,6 +226,36 @@ def encode(env: EnvBase) -> tuple[int | tuple[int, ...], nn.Module | None]:
     if len(shape) == 3:
         return shape, NatureCNN(shape)
     return shape[0], AngleEncoding(shape[0], env.angles) if env.angles else None
+
+
+def make_policy(cfg: DictConfig, network: RainbowNetwork) -> TensorDictSequential:
+    """The greedy policy, which a distribution lets weigh the worst outcomes alone."""
+    return greedy_policy(network, risk="mean" if cfg.risk_level is None else "cvar", level=cfg.risk_level)
+
+
+def best_value(policy: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The value of the policy's own action in given states."""
+    return lambda states: policy(TensorDict({"observation": states}, states.shape[:-1]))["chosen_action_value"]
+
+
+def explored(network: RainbowNetwork, epsilon: EGreedyModule, sampler: Sampler) -> dict[str, float]:
+    """How much the policy explores, and how far the weights of prioritized replay correct."""
+    found = {"epsilon": epsilon.eps.item()}
+    scales = [layer.weight_sigma.abs().mean() for layer in network.modules() if isinstance(layer, NoisyLinear)]
+    if scales:
+        found["sigma"] = torch.stack(scales).mean().item()
+    if isinstance(sampler, PrioritizedSampler):
+        found["beta"] = float(sampler.beta)
+    return found
+
+
+def statistics(network: RainbowNetwork, batch: TensorDictBase) -> dict[str, float]:
+    """Entropy, spread and quantiles of the value distributions of a batch."""
+    if network.support is None:
+        return {}
+    with evaluation_mode(network):
+        found = distribution_statistics(network.logits(batch["observation"]), network.support)
+    return {f"value_{name}": number.item() for name, number in found.items()}
 
 
 def warn_of_clipping(run: TrainingRun) -> None:

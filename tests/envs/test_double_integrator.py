@@ -201,6 +201,64 @@ def test_discounting_grows_the_avoid_set_and_shrinks_the_reach_avoid_set(problem
     assert set_quality(env, grid, value) == pytest.approx(expected, abs=2e-3)
 
 
+def test_the_kernel_of_the_game_is_that_of_value_iteration_over_both_players():
+    env = make(max_disturbance=0.5, dtype=torch.float64)
+    grid = Grid((1.2, 2.5), extend=False)
+    value = value_iteration(env, grid, AvoidBackup(), 0.999, 1e-5)
+    assert set_quality(env, grid, value)[0] > 0.99
+    alone = make(dtype=torch.float64)
+    assert set_quality(alone, grid, value)[0] < 0.8  # another game: the disturbance counts
+    kept = env.exact_safe(grid.states) & (grid.states[..., 1].abs() <= 2)
+    error = (value - env.exact_value(grid.states))[kept].abs()
+    assert error.max() < 0.03
+    assert error.mean() < 0.005
+
+
+def play(env: DoubleIntegratorEnv, states: Tensor, worst: bool, steps: int = 80) -> Tensor:
+    """Least margins `[N]` when the controller brakes, and the disturbance pushes on or at random, all by `step`."""
+    tensordict = start(env, states)
+    least, generator = tensordict["safety_margin"], torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        velocity = tensordict["observation"][:, 1:]
+        push = velocity.sign() if worst else 2 * torch.rand(velocity.shape, generator=generator, dtype=env.dtype) - 1
+        tensordict["disturbance"] = env.max_disturbance * push
+        tensordict["action"] = braking(env, tensordict["observation"], tensordict["disturbance"])
+        _, tensordict = env.step_and_maybe_reset(tensordict)
+        least = torch.minimum(least, tensordict["safety_margin"])
+    return least[:, 0]
+
+
+def test_a_braking_controller_holds_the_kernel_of_the_game_against_every_disturbance():
+    settings = {"max_disturbance": 0.5, "discrete": False, "end_criterion": "timeout", "dtype": torch.float64}
+    env = make(400, dt=0.02, **settings)
+    states = box(4000)
+    inside = states[env.exact_value(states) > 0.02][:400]
+    for worst in (True, False):
+        assert (play(env, inside, worst) >= 0).all()
+
+
+def test_the_worst_disturbance_breaks_every_braking_outside_the_kernel_of_the_game():
+    settings = {"max_disturbance": 0.5, "discrete": False, "end_criterion": "timeout", "dtype": torch.float64}
+    env, alone = make(300, dt=0.02, **settings), make()
+    states = box(20_000)
+    between = states[(env.exact_value(states) < -0.02) & (alone.exact_value(states) > 0.05)][:300]
+    assert len(between) == 300
+    assert (play(env, between, worst=True, steps=120) < 0).all()
+    env.max_disturbance = 0.0  # it does not push: braking alone saves them all
+    assert (play(env, between, worst=True, steps=120) >= 0).all()
+
+
+def test_discrete_and_continuous_disturbances_have_their_own_specs():
+    discrete, continuous = (make(3, max_disturbance=0.5, discrete=kind) for kind in (True, False))
+    assert discrete.full_action_spec["disturbance"].n == 3
+    assert discrete.control(torch.arange(3), "disturbance").flatten().tolist() == [-0.5, 0.0, 0.5]
+    space = continuous.full_action_spec["disturbance"].space
+    assert (space.low == -0.5).all()
+    assert (space.high == 0.5).all()
+    assert discrete.zero_action().tolist() == [1, 1, 1]
+    assert not continuous.zero_action().any()
+
+
 @pytest.mark.parametrize(
     ("settings", "extent"),
     [

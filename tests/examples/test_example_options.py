@@ -88,7 +88,7 @@ OPTIONS = [
     for script in SCRIPTS
     for name in leaves(OmegaConf.to_container(DEFAULTS[script], resolve=True))
     # What the environment checks itself, and what only another problem reads.
-    if name not in ("resume", "env.max_steps") and not name.startswith("env.support.")
+    if name not in ("resume", "evaluate", "env.max_steps") and not name.startswith("env.support.")
 ]
 NEGATIVE = ("target_entropy", "problem.level")
 
@@ -123,7 +123,7 @@ def test_every_option_that_a_script_takes_is_read_by_it(script):
     for problem in ("avoid", "reach_avoid"):
         options = leaves(OmegaConf.to_container(configuration(script, f"problem={problem}"), resolve=True))
         unread = [name for name in options if not re.search(rf"cfg\.{re.escape(name)}\b", text)]
-        assert [name for name in unread if not name.startswith("env.") and name != "resume"] == []
+        assert [name for name in unread if not name.startswith("env.") and name not in ("resume", "evaluate")] == []
 
 
 @pytest.mark.slow

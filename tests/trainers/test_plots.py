@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from torchrl_safety.trainers import plot_curves, plot_value_map
+from torchrl_safety.trainers import plot_curves, plot_value_distribution, plot_value_map, save_gif
 
 
 def plane():
@@ -57,3 +59,28 @@ def test_a_value_that_does_not_fit_the_axes_is_refused():
     axes, first, _ = plane()
     with pytest.raises(ValueError, match=r"value has shape \[41\], the axes \[41, 41\]"):
         plot_value_map(axes, first[0])
+
+
+def test_a_distribution_is_drawn_with_its_mass_and_its_mean():
+    support = torch.linspace(-1, 1, 5)
+    probs = torch.tensor([[0.0, 0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    figure = plot_value_distribution(support, probs, labels=["left", "right"], title="start")
+    for plot, row, mean in zip(figure.axes, probs, (-0.25, 1.0)):
+        assert [bar.get_height() for bar in plot.patches] == row.tolist()
+        assert plot.lines[0].get_xdata()[0] == mean
+    assert [plot.get_title() for plot in figure.axes] == ["left: -0.25", "right: 1"]
+    with pytest.raises(ValueError, match=r"probs have shape \[3\]"):
+        plot_value_distribution(support, torch.ones(3))
+
+
+def test_a_film_holds_its_pictures_in_their_order(tmp_path):
+    frames = [np.full((4, 6, 3), shade, np.uint8) for shade in (0, 128, 255)]
+    save_gif(frames, tmp_path / "film.gif", fps=10)
+    with Image.open(tmp_path / "film.gif") as film:
+        assert (film.n_frames, film.size, film.info["duration"]) == (3, (6, 4), 100)
+        for index, frame in enumerate(frames):
+            film.seek(index)
+            assert np.abs(np.asarray(film.convert("RGB")).astype(int) - frame).max() <= 8
+    for wrong in ([], [np.zeros((4, 4), np.uint8)], [frames[0], np.zeros((5, 5, 3), np.uint8)]):
+        with pytest.raises(ValueError, match="the pictures have shapes"):
+            save_gif(wrong, tmp_path / "no.gif")

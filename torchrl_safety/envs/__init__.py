@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrl_safety.envs.attack_defense import AttackDefenseEnv
     from torchrl_safety.envs.base import NativeEnv
+    from torchrl_safety.envs.bicycle import BicycleEnv
     from torchrl_safety.envs.bit_flip import BitFlipEnv
     from torchrl_safety.envs.cartpole import CartPoleEnv
     from torchrl_safety.envs.checks import check_safety_env
@@ -17,8 +19,12 @@ if TYPE_CHECKING:
     from torchrl_safety.envs.lunar_lander import LunarLanderEnv
     from torchrl_safety.envs.pendulum import PendulumEnv
     from torchrl_safety.envs.point_mass import PointMassEnv
+    from torchrl_safety.envs.pursuit_evasion import PursuitEvasionEnv
+    from torchrl_safety.envs.transforms import SplitPlayers
 
 __all__ = [
+    "AttackDefenseEnv",
+    "BicycleEnv",
     "BitFlipEnv",
     "CartPoleEnv",
     "DoubleIntegratorEnv",
@@ -28,12 +34,16 @@ __all__ = [
     "NativeEnv",
     "PendulumEnv",
     "PointMassEnv",
+    "PursuitEvasionEnv",
     "SafetyGymEnv",
+    "SplitPlayers",
     "check_safety_env",
 ]
 
 # Loaded on first use: torchrl.envs takes seconds to import and pulls in mujoco where it is installed.
 _HOMES = {
+    "AttackDefenseEnv": "attack_defense",
+    "BicycleEnv": "bicycle",
     "BitFlipEnv": "bit_flip",
     "CartPoleEnv": "cartpole",
     "DoubleIntegratorEnv": "double_integrator",
@@ -41,10 +51,12 @@ _HOMES = {
     "GoalDoubleIntegratorEnv": "goal_double_integrator",
     "LunarLanderEnv": "lunar_lander",
     "NativeEnv": "base",
-    "check_safety_env": "checks",
     "PendulumEnv": "pendulum",
     "PointMassEnv": "point_mass",
+    "PursuitEvasionEnv": "pursuit_evasion",
     "SafetyGymEnv": "gym",
+    "SplitPlayers": "transforms",
+    "check_safety_env": "checks",
 }
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
-from torchrl.envs import EnvBase
+
+from torchrl_safety.envs.settings import check_box, check_choice, check_count
+from torchrl_safety.envs.stateless import StatelessEnv, clear_ended, is_plain, require
 
 __all__ = ["NativeEnv"]
 
@@ -38,7 +40,7 @@ END_CRITERIA: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class NativeEnv(EnvBase):
+class NativeEnv(StatelessEnv):
     r"""A batched environment written in tensor operations, with margins at the root and at next.
 
     A step takes the state `s` from the tensordict and writes `s' = dynamics(s, control, disturbance)`, `g(s')`,
@@ -102,30 +104,22 @@ class NativeEnv(EnvBase):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        _check_settings(num_envs, problem, end_criterion, max_steps, dtype)
-        if not isinstance(generator, torch.Generator | None):
-            raise ValueError(f"generator={generator!r} must be a torch.Generator; pass a number as seed")
-        if generator is not None and seed is not None:
-            raise ValueError(
-                f"seed={seed} and generator=... exclude each other: seed the generator, or pass one of them"
-            )
-        device = torch.get_default_device() if device is None else torch.device(device)
-        super().__init__(device=device, batch_size=(num_envs,))
+        _check_settings(problem, end_criterion, max_steps)
+        super().__init__(num_envs, generator=generator, seed=seed, dtype=dtype, device=device)
         self.problem = problem
         self.discrete = discrete
         self.end_criterion = end_criterion
         self.max_steps = max_steps
         self.state_key = state_key
-        self.dtype = dtype
         self._state_shape = torch.Size((num_envs, state_dim))
         self._is_terminal = END_CRITERIA[end_criterion]
-        self._generator = _make_generator(generator, seed, device)
         self._tables: dict[str, str] = {}
         for player, table in (("action", control_table), ("disturbance", disturbance_table)):
             if table is not None:
                 self._tables[player] = f"_{player}_table"
-                self.register_buffer(f"_{player}_table", table.to(device=device, dtype=dtype), persistent=False)
+                self.register_buffer(
+                    f"_{player}_table", table.to(device=self.device, dtype=self.dtype), persistent=False
+                )
         self._make_specs()
 
     @abc.abstractmethod
@@ -171,18 +165,33 @@ class NativeEnv(EnvBase):
         except IndexError as error:
             raise ValueError(f"{player} has an index outside 0..{len(table) - 1}: give rows of the table") from error
 
-    def get_extra_state(self) -> dict[str, Tensor]:
-        """The generator's state, as a tensor, for :meth:`state_dict`."""
-        return {"generator": self._generator.get_state()}
+    def zero_action(self, player: str = "disturbance") -> Tensor:
+        """The action that stands for no control: int64 `[N]`, a row of the table, or zeros `[N, C]`.
 
-    def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Continues the draws of a saved generator; the inverse of :meth:`get_extra_state`."""
-        self._generator.set_state(state["generator"].cpu())
+        Args:
+            player: `"action"` or `"disturbance"`.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Continues the draws of a saved generator; an empty state leaves it as it is."""
-        # TorchRL's Collector saves an empty state for an environment without transforms, and loads it strictly.
-        return super().load_state_dict(state_dict, strict=strict and bool(state_dict), assign=assign)
+        Raises:
+            ValueError: a player that this environment does not have, a table without a row of zeros, or bounds without
+                0 between them.
+        """
+        check_choice("player", player, tuple(self._tables))
+        spec, table = self.full_action_spec[player], getattr(self, self._tables[player])
+        if not self.discrete:
+            action = spec.zero()
+            if not spec.is_in(action):
+                raise ValueError(f"0 is not between the bounds of {player!r}: this player always acts")
+            return action
+        rows = (table == 0).all(-1).nonzero()
+        if not len(rows):
+            raise ValueError(f"no row of the table of {player!r} is zero: this player always acts")
+        return torch.full(self.batch_size, int(rows[0]), dtype=torch.int64, device=self.device)
+
+    def _set_start_box(self, names: str, low: Sequence[float], high: Sequence[float]) -> None:
+        """Keeps the corners of the box of the starts, whose entries have these names, as in `"x, v"`."""
+        for side, corner in zip(("low", "high"), check_box(names, low, high)):
+            corner = corner.to(device=self.device, dtype=self.dtype)
+            self.register_buffer(f"_start_{side}", corner, persistent=False)
 
     def _make_specs(self) -> None:
         shape, device, dtype = self.batch_size, self.device, self.dtype
@@ -206,11 +215,7 @@ class NativeEnv(EnvBase):
             device=device,
         )
         self.reward_spec = Bounded(-1.0, 0.0, column, dtype=dtype, device=device)
-        self.full_done_spec = Composite(
-            {key: Categorical(2, shape=column, dtype=torch.bool, device=device) for key in _DONE_KEYS},
-            shape=shape,
-            device=device,
-        )
+        self.full_done_spec = self._done_spec()
 
     def _action_spec(self, table: Tensor) -> Categorical | Bounded:
         if self.discrete:
@@ -221,7 +226,7 @@ class NativeEnv(EnvBase):
 
     def _read_control(self, tensordict: TensorDictBase, player: str) -> Tensor:
         remedy = "build the env without this disturbance, or let both players act"
-        action = _require(tensordict, player, "let a policy act first" if player == "action" else remedy)
+        action = require(tensordict, player, "let a policy act first" if player == "action" else remedy)
         table = getattr(self, self._tables[player])
         expected = self.batch_size if self.discrete else torch.Size((*self.batch_size, table.shape[-1]))
         wrong_kind = self.discrete and (action.is_floating_point() or action.dtype == torch.bool)
@@ -243,15 +248,8 @@ class NativeEnv(EnvBase):
             entries["target_margin"] = self.target_margin(state)
         return entries
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        out = self._wrap(self._step_entries(tensordict))
-        stepped = tensordict.get("_step", None)
-        if stepped is None:
-            return out
-        return out.where(stepped.reshape(self.batch_size), self._skip_tensordict(tensordict))
-
     def _step_entries(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        state = _require(tensordict, self.state_key, "call env.reset() first and keep the key in the tensordict")
+        state = require(tensordict, self.state_key, "call env.reset() first and keep the key in the tensordict")
         state = state.to(self.dtype)
         control = self._read_control(tensordict, "action")
         disturbance = self._read_control(tensordict, "disturbance") if "disturbance" in self._tables else None
@@ -261,7 +259,7 @@ class NativeEnv(EnvBase):
         if self.max_steps is None:
             truncated, done = torch.zeros_like(terminated), terminated.clone()
         else:
-            step_count = _require(tensordict, "step_count", "call env.reset() first and keep the key") + 1
+            step_count = require(tensordict, "step_count", "call env.reset() first and keep the key") + 1
             done = terminated | (step_count >= self.max_steps)
             truncated = done ^ terminated
             entries["step_count"] = step_count
@@ -280,16 +278,11 @@ class NativeEnv(EnvBase):
         column = (*self.batch_size, 1)
         if self.max_steps is not None:
             entries["step_count"] = torch.zeros(column, dtype=torch.int64, device=self.device)
-        for key in _DONE_KEYS:
-            entries[key] = torch.zeros(column, dtype=torch.bool, device=self.device)
-        return entries
-
-    def _wrap(self, entries: dict[str, Tensor]) -> TensorDict:
-        return TensorDict(entries, batch_size=self.batch_size, device=self.device)
+        return {**entries, **self._not_done()}
 
     def _given_states(self, tensordict: TensorDictBase | None) -> Tensor:
         assert tensordict is not None
-        state = _require(tensordict, self.state_key, "put the states there, or reset with set_state=False")
+        state = require(tensordict, self.state_key, "put the states there, or reset with set_state=False")
         if state.shape != self._state_shape:
             raise ValueError(
                 f"{self.state_key} has shape {tuple(state.shape)} at reset, expected {tuple(self._state_shape)}: "
@@ -316,7 +309,7 @@ class NativeEnv(EnvBase):
     def _step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         # The same result as TorchRL's step, step_mdp and masked reset, without their generic key handling, which
         # costs more than the dynamics do in small batches. Anything out of the ordinary takes TorchRL's own way.
-        if not _is_plain(self, tensordict):
+        if not is_plain(self, tensordict):
             return super()._step_and_maybe_reset(tensordict)
         self._assert_tensordict_shape(tensordict)
         entries = self._step_entries(tensordict)
@@ -325,7 +318,7 @@ class NativeEnv(EnvBase):
         del entries["reward"]
         done = entries["done"]
         if done.any():
-            _clear_ended(root, entries, done.squeeze(-1))
+            clear_ended(root, entries, done.squeeze(-1))
             fresh = self.sample_states(self.numel(), self._generator)
             step_count = entries.get("step_count")
             entries = self._reset_entries(torch.where(done, fresh, entries[self.state_key]))
@@ -334,72 +327,14 @@ class NativeEnv(EnvBase):
         root.update(entries)
         return tensordict, self._wrap(root)
 
-    def _set_seed(self, seed: int | None) -> None:
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
 
-
-_DONE_KEYS = ("done", "terminated", "truncated")
-
-
-def _is_plain(env: EnvBase, tensordict: TensorDictBase) -> bool:
-    """Whether a step needs nothing of TorchRL's own way but the step itself."""
-    return (
-        type(tensordict) is TensorDict
-        and tensordict.device == env.device
-        and env._post_step_mdp_hooks is None
-        and not env.run_type_checks
-        and not ({"next", "_step", "_reset"} & set(tensordict.keys()))
-        and all(isinstance(value, Tensor) for value in tensordict.values())
-    )
-
-
-def _clear_ended(root: dict[str, Tensor], written: Mapping[str, Any], ended: Tensor) -> None:
-    """As in TorchRL, what a reset does not write (an old action, say) becomes zero in the rows that ended `[N]`."""
-    for key in root.keys() - written.keys():
-        value = root[key]
-        root[key] = value.masked_fill(ended.reshape(-1, *(1,) * (value.ndim - 1)), 0)
-
-
-def _require(tensordict: TensorDictBase, key: str, remedy: str) -> Tensor:
-    value = tensordict.get(key, None)
-    if value is None:
-        present = sorted(str(name) for name in tensordict.keys())  # noqa: SIM118
-        raise KeyError(f"key {key!r} is missing, present are {present}: {remedy}")
-    return value
-
-
-def _make_generator(generator: torch.Generator | None, seed: int | None, device: torch.device) -> torch.Generator:
-    if generator is not None:
-        return generator
-    generator = torch.Generator(device=device)
-    # Without a seed the starts follow torch.manual_seed, as everything else that draws from torch does.
-    generator.manual_seed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
-    return generator
-
-
-def _check_settings(num_envs: int, problem: str, end_criterion: str, max_steps: int | None, dtype: torch.dtype) -> None:
-    _check_count("num_envs", num_envs, "the number of copies that run side by side")
-    _check_choice("problem", problem, PROBLEMS)
-    _check_choice("end_criterion", end_criterion, tuple(END_CRITERIA))
+def _check_settings(problem: str, end_criterion: str, max_steps: int | None) -> None:
+    check_choice("problem", problem, PROBLEMS)
+    check_choice("end_criterion", end_criterion, tuple(END_CRITERIA))
     if end_criterion == "reach_avoid" and problem != "reach_avoid":
         raise ValueError(
             f"end_criterion='reach_avoid' needs a target, which problem={problem!r} does not have: "
             "use problem='reach_avoid' or end_criterion='failure'"
         )
     if max_steps is not None:
-        _check_count("max_steps", max_steps, "or None for no truncation")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype} must be a floating-point type, such as torch.float32")
-
-
-def _check_count(name: str, value: int, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1, {remedy}")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
+        check_count("max_steps", max_steps, "or None for no truncation")

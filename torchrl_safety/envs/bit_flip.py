@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Bounded, Categorical, Composite
-from torchrl.envs import EnvBase
 
-from torchrl_safety.envs.base import _DONE_KEYS, _check_count, _make_generator, _require
+from torchrl_safety.envs.settings import check_count
+from torchrl_safety.envs.stateless import StatelessEnv, require
 
 __all__ = ["BitFlipEnv"]
 
 
-class BitFlipEnv(EnvBase):
+class BitFlipEnv(StatelessEnv):
     r"""n bits and a goal of n bits; an action flips one bit, and only the goal itself is rewarded.
 
     :math:`s'_i = s_i \oplus 1[i = a]`, :math:`r = 0` where :math:`s' = \mathrm{goal}` and -1 elsewhere. The goal
@@ -56,21 +55,9 @@ class BitFlipEnv(EnvBase):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        _check_count("num_envs", num_envs, "the number of copies that run side by side")
-        _check_count("bits", bits, "the length of the state and of the goal")
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype} must be a floating-point type, such as torch.float32")
-        if not isinstance(generator, torch.Generator | None):
-            raise ValueError(f"generator={generator!r} must be a torch.Generator; pass a number as seed")
-        if generator is not None and seed is not None:
-            raise ValueError(
-                f"seed={seed} and generator=... exclude each other: seed the generator, or pass one of them"
-            )
-        device = torch.get_default_device() if device is None else torch.device(device)
-        super().__init__(device=device, batch_size=(num_envs,))
-        self.bits, self.dtype = bits, dtype
-        self._generator = _make_generator(generator, seed, device)
+        check_count("bits", bits, "the length of the state and of the goal")
+        super().__init__(num_envs, generator=generator, seed=seed, dtype=dtype, device=device)
+        self.bits = bits
         self._make_specs()
 
     def _make_specs(self) -> None:
@@ -94,43 +81,26 @@ class BitFlipEnv(EnvBase):
         )
         self.action_spec = Categorical(self.bits, shape=shape, dtype=torch.int64, device=device)
         self.reward_spec = Bounded(-1.0, 0.0, column, dtype=dtype, device=device)
-        self.full_done_spec = Composite(
-            {key: Categorical(2, shape=column, dtype=torch.bool, device=device) for key in _DONE_KEYS},
-            shape=shape,
-            device=device,
-        )
+        self.full_done_spec = self._done_spec()
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
         # Always a full batch: TorchRL merges it into the tensordict by the "_reset" mask.
         shape = (2, *self.batch_size, self.bits)
         drawn = torch.randint(2, shape, generator=self._generator, device=self._generator.device)
         state, goal = drawn.to(device=self.device, dtype=self.dtype)
-        column = (*self.batch_size, 1)
-        ends = {key: torch.zeros(column, dtype=torch.bool, device=self.device) for key in _DONE_KEYS}
-        return self._wrap(state, goal, torch.zeros(column, dtype=torch.int64, device=self.device), **ends)
+        step_count = torch.zeros((*self.batch_size, 1), dtype=torch.int64, device=self.device)
+        return self._wrap({**self._entries(state, goal, step_count), **self._not_done()})
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _step_entries(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         remedy = "call env.reset() first and keep the key in the tensordict"
-        state, goal, count = (
-            _require(tensordict, key, remedy) for key in ("observation", "desired_goal", "step_count")
-        )
-        following = self._flip(state, _require(tensordict, "action", "let a policy act first"))
+        state, goal, count = (require(tensordict, key, remedy) for key in ("observation", "desired_goal", "step_count"))
+        following = self._flip(state, require(tensordict, "action", "let a policy act first"))
         step_count = count + 1
         terminated = (following == goal).all(-1, keepdim=True)
         done = terminated | (step_count >= self.bits)
-        out = self._wrap(
-            following,
-            goal.clone(),
-            step_count,
-            reward=terminated.to(self.dtype) - 1,
-            done=done,
-            terminated=terminated,
-            truncated=done ^ terminated,
-        )
-        stepped = tensordict.get("_step", None)
-        if stepped is None:
-            return out
-        return out.where(stepped.reshape(self.batch_size), self._skip_tensordict(tensordict))
+        ends = {"done": done, "terminated": terminated, "truncated": done ^ terminated}
+        reward = terminated.to(self.dtype) - 1
+        return {**self._entries(following, goal.clone(), step_count), "reward": reward, **ends}
 
     def _flip(self, state: Tensor, action: Tensor) -> Tensor:
         if action.shape != self.batch_size or action.is_floating_point() or action.dtype == torch.bool:
@@ -141,25 +111,6 @@ class BitFlipEnv(EnvBase):
         place = torch.arange(self.bits, device=action.device)
         return torch.where(action.unsqueeze(-1) == place, 1 - state, state)
 
-    def _wrap(self, state: Tensor, goal: Tensor, step_count: Tensor, **entries: Tensor) -> TensorDict:
-        entries |= {"observation": state, "achieved_goal": state.clone(), "desired_goal": goal}
-        return TensorDict({**entries, "step_count": step_count}, batch_size=self.batch_size, device=self.device)
-
-    def get_extra_state(self) -> dict[str, Tensor]:
-        """The generator's state, as a tensor, for :meth:`state_dict`."""
-        return {"generator": self._generator.get_state()}
-
-    def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Continues the draws of a saved generator; the inverse of :meth:`get_extra_state`."""
-        self._generator.set_state(state["generator"].cpu())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Continues the draws of a saved generator; an empty state leaves it as it is."""
-        # TorchRL's Collector saves an empty state for an environment without transforms, and loads it strictly.
-        return super().load_state_dict(state_dict, strict=strict and bool(state_dict), assign=assign)
-
-    def _set_seed(self, seed: int | None) -> None:
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
+    def _entries(self, state: Tensor, goal: Tensor, step_count: Tensor) -> dict[str, Tensor]:
+        places = {"observation": state, "achieved_goal": state.clone(), "desired_goal": goal}
+        return {**places, "step_count": step_count}

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_safety.envs.base import _check_choice
 from torchrl_safety.envs.gym import SafetyGymEnv
+from torchrl_safety.envs.settings import check_choice
 
 __all__ = ["CartPoleEnv", "cartpole_safety_margin"]
 
@@ -55,7 +55,7 @@ class CartPoleEnv(SafetyGymEnv):
     """
 
     def __init__(self, num_envs: int = 1, *, problem: str = "return", **settings: Any) -> None:
-        _check_choice("problem", problem, ("return", "avoid"))
+        check_choice("problem", problem, ("return", "avoid"))
         margin = cartpole_safety_margin if problem == "avoid" else None
         super().__init__("CartPole-v1", num_envs, safety_margin=margin, **settings)
         self.problem = problem

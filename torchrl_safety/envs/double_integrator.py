@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_safety.envs.base import NativeEnv
+from torchrl_safety.envs.settings import action_levels, check_positive
 
 __all__ = ["DoubleIntegratorEnv"]
 
@@ -59,10 +60,7 @@ class DoubleIntegratorEnv(NativeEnv):
         start_high: Sequence[float] = (1.0, 2.2),
         **settings: Any,
     ) -> None:
-        if not 0 < dt < torch.inf:
-            raise ValueError(f"dt={dt} must be positive and finite")
-        if not 0 < max_control < torch.inf:
-            raise ValueError(f"max_control={max_control} must be positive and finite")
+        check_positive(dt=dt, max_control=max_control)
         if not 0 <= max_disturbance < max_control:
             raise ValueError(
                 f"max_disturbance={max_disturbance} must lie in [0, max_control={max_control}): a disturbance as "
@@ -70,17 +68,11 @@ class DoubleIntegratorEnv(NativeEnv):
             )
         if not 0 < target_radius <= 1:
             raise ValueError(f"target_radius={target_radius} must lie in (0, 1]: the target lies inside the walls")
-        low, high = (torch.as_tensor(corner, device="cpu") for corner in (start_low, start_high))
-        if low.shape != (2,) or high.shape != (2,) or not bool((low <= high).all() & (high - low).isfinite().all()):
-            raise ValueError(
-                f"start_low={start_low} and start_high={start_high} must be finite (x, v) with low <= high"
-            )
-        steps = torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64, device="cpu")
         super().__init__(
             num_envs,
             state_dim=2,
-            control_table=steps * max_control,
-            disturbance_table=steps * max_disturbance if max_disturbance > 0 else None,
+            control_table=action_levels(max_control),
+            disturbance_table=action_levels(max_disturbance) if max_disturbance > 0 else None,
             problem=problem,
             discrete=discrete,
             **settings,
@@ -89,8 +81,7 @@ class DoubleIntegratorEnv(NativeEnv):
         self.max_control = max_control
         self.max_disturbance = max_disturbance
         self.target_radius = target_radius
-        self.register_buffer("_start_low", low.to(device=self.device, dtype=self.dtype), persistent=False)
-        self.register_buffer("_start_high", high.to(device=self.device, dtype=self.dtype), persistent=False)
+        self._set_start_box("x, v", start_low, start_high)
 
     def dynamics(self, state: Tensor, control: Tensor, disturbance: Tensor | None = None) -> Tensor:
         """The state `[*B, 2]` after one held control `[*B, 1]` and disturbance `[*B, 1]`."""

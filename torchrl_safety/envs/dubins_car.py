@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from torchrl_safety.envs.base import NativeEnv
+from torchrl_safety.envs.motion import arc_step, wrap_angle
+from torchrl_safety.envs.settings import action_levels, check_positive
 
 __all__ = ["DubinsCarEnv"]
 
@@ -22,8 +24,7 @@ class DubinsCarEnv(NativeEnv):
 
     Avoid: stay out of the disc of radius :math:`R_0`, :math:`g = |(x, y)| - R_0`. Reach-avoid: reach the disc of
     radius r before leaving that of radius R, :math:`g = R - |(x, y)|`, :math:`l = r - |(x, y)|`. The turn rate is
-    held over a step and the arc integrated exactly: a chord of length
-    :math:`v\,dt\,\mathrm{sinc}(\omega\,dt/2)` in direction :math:`\theta + \omega\,dt/2`. Discrete actions 0, 1, 2
+    held over a step and the arc integrated exactly. Discrete actions 0, 1, 2
     stand for :math:`-v/\rho` (right), 0 and :math:`v/\rho` (left). θ is wrapped to [-π, π). See
     :class:`~torchrl_safety.envs.base.NativeEnv` for keys and the remaining arguments; the reach-avoid problem and
     its constants are those of Hsu et al. 2021, "Safety and Liveness Guarantees through Reach-Avoid Reinforcement
@@ -73,10 +74,13 @@ class DubinsCarEnv(NativeEnv):
         start_high: Sequence[float] | None = None,
         **settings: Any,
     ) -> None:
-        sizes = {"dt": dt, "speed": speed, "turning_radius": turning_radius, "obstacle_radius": obstacle_radius}
-        for name, size in {**sizes, "constraint_radius": constraint_radius}.items():
-            if not 0 < size < torch.inf:
-                raise ValueError(f"{name}={size} must be positive and finite")
+        check_positive(
+            dt=dt,
+            speed=speed,
+            turning_radius=turning_radius,
+            obstacle_radius=obstacle_radius,
+            constraint_radius=constraint_radius,
+        )
         if not 0 < target_radius < constraint_radius:
             raise ValueError(
                 f"target_radius={target_radius} must lie in (0, constraint_radius={constraint_radius}): the target "
@@ -86,16 +90,10 @@ class DubinsCarEnv(NativeEnv):
         corner = (reach, reach, math.pi)
         start_low = [-end for end in corner] if start_low is None else start_low
         start_high = corner if start_high is None else start_high
-        low, high = (torch.as_tensor(end, device="cpu") for end in (start_low, start_high))
-        if low.shape != (3,) or high.shape != (3,) or not bool((low <= high).all() & (high - low).isfinite().all()):
-            raise ValueError(
-                f"start_low={start_low} and start_high={start_high} must be finite (x, y, θ) with low <= high"
-            )
         super().__init__(
             num_envs,
             state_dim=3,
-            control_table=torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64, device="cpu")
-            * (speed / turning_radius),
+            control_table=action_levels(speed / turning_radius),
             problem=problem,
             discrete=discrete,
             **settings,
@@ -106,16 +104,11 @@ class DubinsCarEnv(NativeEnv):
         self.obstacle_radius = obstacle_radius
         self.constraint_radius = constraint_radius
         self.target_radius = target_radius
-        self.register_buffer("_start_low", low.to(device=self.device, dtype=self.dtype), persistent=False)
-        self.register_buffer("_start_high", high.to(device=self.device, dtype=self.dtype), persistent=False)
+        self._set_start_box("x, y, θ", start_low, start_high)
 
     def dynamics(self, state: Tensor, control: Tensor, disturbance: Tensor | None = None) -> Tensor:
         """The state `[*B, 3]` after one held turn rate `[*B, 1]`; there is no disturbance."""
-        x, y, heading = state.split(1, dim=-1)
-        chord = (control * (self.dt / math.tau)).sinc().mul_(self.speed * self.dt)  # torch's sinc(u) is sin(πu)/(πu)
-        midway = torch.add(heading, control, alpha=self.dt / 2)
-        turned = _wrapped(torch.add(heading, control, alpha=self.dt))
-        return torch.cat((x.addcmul(chord, midway.cos()), y.addcmul(chord, midway.sin()), turned), dim=-1)
+        return arc_step(state, control, speed=self.speed, dt=self.dt)
 
     def safety_margin(self, state: Tensor) -> Tensor:
         """`g = |(x, y)| - R0` (avoid) or `R - |(x, y)|` (reach-avoid), `[*B, 1]`."""
@@ -130,7 +123,7 @@ class DubinsCarEnv(NativeEnv):
     def sample_states(self, n: int, generator: torch.Generator) -> Tensor:
         """`n` states `[n, 3]`, uniform in the start box, with headings in [-π, π)."""
         states = self.uniform(self._start_low, self._start_high, n, generator)
-        states[:, 2] = _wrapped(states[:, 2])
+        states[:, 2] = wrap_angle(states[:, 2])
         return states
 
     def exact_value(self, state: Tensor) -> Tensor:
@@ -210,9 +203,3 @@ class DubinsCarEnv(NativeEnv):
 
 def _distance(state: Tensor) -> Tensor:
     return torch.linalg.vector_norm(state[..., :2], dim=-1, keepdim=True)
-
-
-def _wrapped(heading: Tensor) -> Tensor:
-    # What lies in [-π, π) already passes through unrounded, unlike with a remainder.
-    turns = (heading * (1 / math.tau)).add_(0.5).floor_()
-    return torch.sub(heading, turns, alpha=math.tau)

@@ -12,15 +12,9 @@ from torch import Tensor
 from torchrl.data import Bounded, Categorical, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
-from torchrl_safety.envs.base import (
-    _DONE_KEYS,
-    END_CRITERIA,
-    _check_choice,
-    _check_count,
-    _clear_ended,
-    _is_plain,
-    _require,
-)
+from torchrl_safety.envs.base import END_CRITERIA
+from torchrl_safety.envs.settings import check_choice, check_count
+from torchrl_safety.envs.stateless import DONE_KEYS, clear_ended, is_plain, require
 
 __all__ = ["SafetyGymEnv"]
 
@@ -115,7 +109,7 @@ class SafetyGymEnv(EnvBase):
         if self._discrete:  # as integers of Python, with which comparing is cheap
             self._first_action, self._last_action = int(actions.start), int(actions.n) - 1
         space = self.envs[0].observation_space
-        reserved = {"action", "next", "reward", *_DONE_KEYS, *self._margins}
+        reserved = {"action", "next", "reward", *DONE_KEYS, *self._margins}
         self._observations = _layout(space, self._real, reserved)
         self._is_dict = hasattr(space, "spaces")
         self._seeds: list[int | None] = [None] * num_envs
@@ -173,7 +167,7 @@ class SafetyGymEnv(EnvBase):
         self.action_spec = self._action_spec()
         self.reward_spec = Unbounded(column, dtype=dtype, device=device)
         self.full_done_spec = Composite(
-            {key: Categorical(2, shape=column, dtype=torch.bool, device=device) for key in _DONE_KEYS},
+            {key: Categorical(2, shape=column, dtype=torch.bool, device=device) for key in DONE_KEYS},
             shape=shape,
             device=device,
         )
@@ -190,7 +184,7 @@ class SafetyGymEnv(EnvBase):
 
     def _read_actions(self, tensordict: TensorDictBase) -> Sequence[Any]:
         """One action for each Gymnasium environment."""
-        action = _require(tensordict, "action", "let a policy act first")
+        action = require(tensordict, "action", "let a policy act first")
         kind = action.dtype
         if action.shape != self._action_shape or (self._discrete and (kind.is_floating_point or kind == torch.bool)):
             form = "integer indices" if self._discrete else "numbers"
@@ -215,7 +209,7 @@ class SafetyGymEnv(EnvBase):
         n = len(self.envs)
         arrays = {name: np.zeros((n, *size), kind) for name, (size, kind) in self._observations.items()}
         arrays.update({name: np.zeros((n, 1), self._real) for name in self._margins})
-        arrays.update({name: np.zeros((n, 1), np.bool_) for name in _DONE_KEYS})
+        arrays.update({name: np.zeros((n, 1), np.bool_) for name in DONE_KEYS})
         return arrays
 
     def _write(self, arrays: Arrays, row: int, observation: Any, info: Mapping[str, Any]) -> None:
@@ -263,7 +257,7 @@ class SafetyGymEnv(EnvBase):
             observation, info = self.envs[row].reset(seed=self._seeds[row], options=options)
             self._seeds[row] = None
             self._write(arrays, row, observation, info)
-            for name in _DONE_KEYS:
+            for name in DONE_KEYS:
                 arrays[name][row] = False
             self._ended[row] = False
         self._root.update(arrays)
@@ -284,7 +278,7 @@ class SafetyGymEnv(EnvBase):
     def _step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         # The same result as TorchRL's step, step_mdp and masked reset, without their generic key handling, which
         # costs more than most environments do. Anything out of the ordinary takes TorchRL's own way.
-        if not _is_plain(self, tensordict):
+        if not is_plain(self, tensordict):
             return super()._step_and_maybe_reset(tensordict)
         self._assert_tensordict_shape(tensordict)
         entries = self._tensors(self._advance(self._read_actions(tensordict), range(len(self.envs))))
@@ -292,7 +286,7 @@ class SafetyGymEnv(EnvBase):
         tensordict._set_str("next", self._wrap(entries), validated=True, inplace=False, non_blocking=False)
         del entries["reward"]
         if True in self._ended:
-            _clear_ended(root, entries, entries["done"].squeeze(-1))
+            clear_ended(root, entries, entries["done"].squeeze(-1))
             arrays = {name: array.copy() for name, array in self._root.items()}
             self._begin(arrays, [row for row, ended in enumerate(self._ended) if ended])
             entries = self._tensors(arrays)
@@ -327,13 +321,13 @@ def _check_settings(
     seed: int | None,
     dtype: torch.dtype,
 ) -> None:
-    _check_count("num_envs", num_envs, "the number of copies that run side by side")
+    check_count("num_envs", num_envs, "the number of copies that run side by side")
     if max_steps is not None:
-        _check_count("max_steps", max_steps, "or None for the time limit of the environment")
+        check_count("max_steps", max_steps, "or None for the time limit of the environment")
     for name, margin in margins.items():
         if not (margin is None or isinstance(margin, str) or callable(margin)):
             raise ValueError(f"{name}={margin!r} must be a function of (env, observation, info) or a name in info")
-    _check_choice("end_criterion", end_criterion, ENDS)
+    check_choice("end_criterion", end_criterion, ENDS)
     needed = {"env": (), "failure": ("safety_margin",), "reach_avoid": ("safety_margin", "target_margin")}
     missing = [name for name in needed[end_criterion] if margins[name] is None]
     if missing:

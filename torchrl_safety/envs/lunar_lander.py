@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_safety.envs.base import _check_choice
 from torchrl_safety.envs.gym import SafetyGymEnv
+from torchrl_safety.envs.settings import check_choice
 
 __all__ = ["LunarLanderEnv", "lunar_lander_safety_margin", "lunar_lander_target_margin"]
 
@@ -22,7 +22,7 @@ HALF_PAD = 2.0
 BELLY = 8 / 30
 """From the body's underside down to what the lander stands on, where it stands upright (y = 0)."""
 SLOPE = 0.55
-"""Of a line from each flag that no terrain rises above: nodes, 2 m apart, are at most at 1.07, 2.17, 3.27, 3.27 m."""
+"""Of a line from each flag that no terrain rises above: nodes, 2 m apart, reach 1.07, 2.17, 3.27, 3.27 m at most."""
 TARGET_HEIGHT = 1.0
 """Upper end of the target, above the height at which the lander stands."""
 CRASH = -1.0
@@ -105,7 +105,7 @@ class LunarLanderEnv(SafetyGymEnv):
     """
 
     def __init__(self, num_envs: int = 1, *, problem: str = "return", **settings: Any) -> None:
-        _check_choice("problem", problem, ("return", "avoid", "reach_avoid"))
+        check_choice("problem", problem, ("return", "avoid", "reach_avoid"))
         super().__init__(
             "LunarLander-v3",
             num_envs,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_safety.envs.base import NativeEnv
+from torchrl_safety.envs.motion import runge_kutta_step
+from torchrl_safety.envs.settings import action_levels, check_positive
 
 __all__ = ["PendulumEnv"]
 
@@ -65,9 +68,7 @@ class PendulumEnv(NativeEnv):
         start_high: Sequence[float] | None = None,
         **settings: Any,
     ) -> None:
-        for name, value in (("gravity", gravity), ("max_control", max_control)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be positive and finite")
+        check_positive(gravity=gravity, max_control=max_control)
         if not 0 < dt <= 1 / math.sqrt(gravity):
             raise ValueError(f"dt={dt} must lie in (0, {1 / math.sqrt(gravity):.4g}], 1/√gravity: take smaller steps")
         if not 0 < max_angle <= math.pi / 2:
@@ -78,15 +79,10 @@ class PendulumEnv(NativeEnv):
         if start_low is None:
             start_low = (-max_angle, -1.05 * fastest) if start_high is None else [-end for end in start_high]
         start_high = [-end for end in start_low] if start_high is None else start_high
-        low, high = (torch.as_tensor(corner, device="cpu") for corner in (start_low, start_high))
-        if low.shape != (2,) or high.shape != (2,) or not bool((low <= high).all() & (high - low).isfinite().all()):
-            raise ValueError(
-                f"start_low={start_low} and start_high={start_high} must be finite (θ, ω) with low <= high"
-            )
         super().__init__(
             num_envs,
             state_dim=2,
-            control_table=max_control * torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64, device="cpu"),
+            control_table=action_levels(max_control),
             problem=problem,
             discrete=discrete,
             **settings,
@@ -97,17 +93,11 @@ class PendulumEnv(NativeEnv):
         self.max_angle = max_angle
         self.target_radius = target_radius
         self._kernel = kernel
-        self.register_buffer("_start_low", low.to(device=self.device, dtype=self.dtype), persistent=False)
-        self.register_buffer("_start_high", high.to(device=self.device, dtype=self.dtype), persistent=False)
+        self._set_start_box("θ, ω", start_low, start_high)
 
     def dynamics(self, state: Tensor, control: Tensor, disturbance: Tensor | None = None) -> Tensor:
         """The state `[*B, 2]` after one held control `[*B, 1]`, by one Runge-Kutta step; there is no disturbance."""
-        half = self.dt / 2
-        first = self._slope(state, control)
-        second = self._slope(state.add(first, alpha=half), control)
-        third = self._slope(state.add(second, alpha=half), control)
-        fourth = self._slope(state.add(third, alpha=self.dt), control)
-        return state.add(first + fourth, alpha=self.dt / 6).add(second + third, alpha=self.dt / 3)
+        return runge_kutta_step(partial(self._slope, control=control), state, self.dt)
 
     def _slope(self, state: Tensor, control: Tensor) -> Tensor:
         angle, velocity = state.split(1, dim=-1)
@@ -186,8 +176,7 @@ class _Kernel:
 
 
 def _check_target(kernel: _Kernel, problem: str, radius: float) -> None:
-    if not 0 < radius < math.inf:
-        raise ValueError(f"target_radius={radius} must be positive and finite")
+    check_positive(target_radius=radius)
     corner = torch.tensor(radius, dtype=torch.float64, device="cpu")
     if problem == "reach_avoid" and not kernel.contains(corner, corner):
         raise ValueError(

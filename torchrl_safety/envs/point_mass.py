@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_safety.envs.base import NativeEnv
+from torchrl_safety.envs.settings import action_levels
 
 __all__ = ["PointMassEnv"]
 
@@ -88,22 +89,16 @@ class PointMassEnv(NativeEnv):
     ) -> None:
         if not 0 < dt <= 0.25:
             raise ValueError(f"dt={dt} must lie in (0, 0.25]: larger steps jump through the boxes, of side 1.5")
-        low, high = (torch.as_tensor(corner, device="cpu") for corner in (start_low, start_high))
-        if low.shape != (2,) or high.shape != (2,) or not bool((low <= high).all() & (high - low).isfinite().all()):
-            raise ValueError(
-                f"start_low={start_low} and start_high={start_high} must be finite (x, y) with low <= high"
-            )
         super().__init__(
             num_envs,
             state_dim=2,
-            control_table=torch.tensor([[-1.0], [0.0], [1.0]], device="cpu"),
+            control_table=action_levels(1.0),
             problem=problem,
             discrete=discrete,
             **settings,
         )
         self.dt = dt
-        self.register_buffer("_start_low", low.to(device=self.device, dtype=self.dtype), persistent=False)
-        self.register_buffer("_start_high", high.to(device=self.device, dtype=self.dtype), persistent=False)
+        self._set_start_box("x, y", start_low, start_high)
 
     def dynamics(self, state: Tensor, control: Tensor, disturbance: Tensor | None = None) -> Tensor:
         """The state `[*B, 2]` after one held control `[*B, 1]`; there is no disturbance."""

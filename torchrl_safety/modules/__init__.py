@@ -8,6 +8,7 @@ from torchrl_safety.modules.greedy import greedy_policy
 from torchrl_safety.modules.greedy_game import greedy_game_policy
 from torchrl_safety.modules.noisy import NoisyLinear, reset_noise
 from torchrl_safety.modules.pixels import NatureCNN
+from torchrl_safety.modules.players import RandomDisturbance, TwoPlayerPolicy, ZeroDisturbance
 from torchrl_safety.modules.policy_std import CappedNormalParams
 from torchrl_safety.modules.rainbow import RainbowNetwork
 
@@ -18,6 +19,9 @@ __all__ = [
     "NatureCNN",
     "NoisyLinear",
     "RainbowNetwork",
+    "RandomDisturbance",
+    "TwoPlayerPolicy",
+    "ZeroDisturbance",
     "categorical_cvar",
     "categorical_quantile",
     "distribution_statistics",

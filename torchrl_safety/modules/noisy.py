@@ -96,7 +96,7 @@ class NoisyLinear(nn.Module):
             return
         draws = bias_noise.new_empty(*bias_noise.shape[:-1], self.in_features + self.out_features)
         draws.normal_(generator=generator)
-        shaped = draws.sign() * draws.abs().sqrt()
+        shaped = draws.abs().sqrt_().copysign_(draws)
         noise_in, noise_out = shaped.split([self.in_features, self.out_features], -1)
         torch.mul(noise_out.unsqueeze(-1), noise_in.unsqueeze(-2), out=weight_noise)
         bias_noise.copy_(noise_out)

@@ -27,6 +27,7 @@ from torchrl_safety.objectives.signals import (
     next_key,
     read,
     refuse_unless,
+    refuse_unless_finite,
     steps_key,
 )
 
@@ -252,7 +253,7 @@ class BackupLoss(_Base):
         if weights is not None:
             loss = loss * weights.reshape(loss.shape)
         reduced = super()._reduce_loss(loss, tensordict, **options)
-        refuse_unless(torch.isfinite(reduced).all(), LOSS_FAULT)
+        refuse_unless_finite(reduced, LOSS_FAULT)
         return reduced
 
 

@@ -105,7 +105,7 @@ class Backup(ABC):
 
 def _full(value: float | Tensor, like: Tensor) -> Tensor:
     """`value`, a number or a tensor, in the shape and precision of `like`."""
-    return torch.zeros_like(like) + value if isinstance(value, Tensor) else torch.full_like(like, value)
+    return value.to(like.dtype).expand_as(like) if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
 class AvoidBackup(Backup):

@@ -39,11 +39,20 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
             f"support must be `[N]` with N >= 2 nodes, or `[*B, N]` beside atoms {list(atoms.shape)}, "
             f"got shape {list(support.shape)}"
         )
+    return project_positions(node_positions(atoms, support), probs, nodes)
+
+
+def node_positions(atoms: Tensor, support: Tensor) -> Tensor:
+    """Where `atoms` `[*B, M]` lie among the nodes of a support: 0 at the first, N - 1 at the last, and beyond."""
     low, high = support[..., :1], support[..., -1:]
-    position = (torch.clamp(atoms, low, high) - low) * ((nodes - 1) / (high - low))
-    position = position.clamp(0, nodes - 1)
-    lower = position.floor().clamp(max=nodes - 2)
-    upper_mass = probs * (position - lower)
+    return (atoms - low) * ((support.shape[-1] - 1) / (high - low))
+
+
+def project_positions(positions: Tensor, probs: Tensor, nodes: int) -> Tensor:
+    """:func:`project_categorical` of mass at :func:`node_positions` of a support with so many `nodes`."""
+    positions = positions.clamp(0, nodes - 1)
+    lower = positions.floor().clamp(max=nodes - 2)
+    upper_mass = probs * (positions - lower)
     index = lower.long()
-    mass = torch.zeros(*atoms.shape[:-1], nodes, dtype=upper_mass.dtype, device=atoms.device)
+    mass = torch.zeros(*positions.shape[:-1], nodes, dtype=upper_mass.dtype, device=positions.device)
     return mass.scatter_add(-1, index, probs - upper_mass).scatter_add(-1, index + 1, upper_mass)

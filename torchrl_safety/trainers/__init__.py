@@ -11,7 +11,7 @@ from torchrl_safety.trainers.evaluation import (
 from torchrl_safety.trainers.exact_sets import ExactSetEvaluator, SetEvaluation, SetMetrics, set_metrics, state_value
 from torchrl_safety.trainers.hooks import EvaluationHook, ScheduleHook, log_scores
 from torchrl_safety.trainers.options import check_options
-from torchrl_safety.trainers.plots import plot_curves, plot_value_map
+from torchrl_safety.trainers.plots import plot_curves, plot_value_distribution, plot_value_map, save_gif
 from torchrl_safety.trainers.runs import TrainingRun
 from torchrl_safety.trainers.schedules import (
     GeometricGamma,
@@ -49,8 +49,10 @@ __all__ = [
     "make_checkpoint",
     "parameter_groups",
     "plot_curves",
+    "plot_value_distribution",
     "plot_value_map",
     "rotation",
+    "save_gif",
     "set_metrics",
     "state_value",
 ]

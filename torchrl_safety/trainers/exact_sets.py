@@ -186,16 +186,21 @@ class ExactSetEvaluator:
     ) -> SetEvaluation:
         """Measure `policy`, and the set of `next_value`, which maps states `[*, S]` to critic values `[*, 1]`."""
         with evaluation_mode(policy if isinstance(policy, nn.Module) else nn.Module()):
-            parts = [next_value(part) for part in self.grid.flatten(0, -2).split(CHUNK)]
-        following = torch.cat(parts).reshape(*self.exact.shape, 1)
-        value = state_value(self.backup, self.signals, following).squeeze(-1)
+            value, metrics = self.measure_set(next_value)
         rolled = evaluate(
             self.env, policy, starts=self.starts, max_steps=self.rollout_steps, state_key=self.env.state_key
         )
         assert rolled.states is not None  # a state key was given
-        metrics = set_metrics(value >= self.level, self.exact)
         scores = {**metrics._asdict(), "safe_rate": rolled.safe_rate, "success_rate": rolled.success_rate}
         return SetEvaluation(scores, value, rolled.states)
+
+    @torch.no_grad()
+    def measure_set(self, next_value: Callable[[Tensor], Tensor]) -> tuple[Tensor, SetMetrics]:
+        """The value `[*grid]` of the states themselves, read off `next_value`, and how its set compares."""
+        parts = [next_value(part) for part in self.grid.flatten(0, -2).split(CHUNK)]
+        following = torch.cat(parts).reshape(*self.exact.shape, 1)
+        value = state_value(self.backup, self.signals, following).squeeze(-1)
+        return value, set_metrics(value >= self.level, self.exact)
 
     def picture(self, found: SetEvaluation, *, labels: Sequence[str], title: str = "") -> Figure:
         """The value and both sets on the plane of the first two coordinates in which the others are 0.

@@ -1,8 +1,9 @@
-"""Pictures of learned values and of training. Needs matplotlib, which only these functions import."""
+"""Pictures of learned values, of training and of a policy at work. Needs matplotlib, which only functions import."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -110,3 +111,64 @@ def plot_curves(rows: Sequence[Mapping[str, float | None]], names: Sequence[str]
         plot.grid(alpha=0.3)
     plot.set_xlabel(x)
     return figure
+
+
+def plot_value_distribution(support: Tensor, probs: Tensor, *, labels: Sequence[str] = (), title: str = "") -> Figure:
+    """Draw the distribution of each action's value over the atoms, its mean as a line.
+
+    Args:
+        support: atoms `[N]`, in the unit of the value.
+        probs: their mass `[A, N]`, one row for each action.
+        labels: names of the actions; their indices if empty.
+        title: title of the picture.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.trainers import plot_value_distribution
+        >>> figure = plot_value_distribution(torch.linspace(-1, 1, 3), torch.full((2, 3), 1 / 3))
+        >>> [plot.get_title() for plot in figure.axes]
+        ['0: 0', '1: 0']
+    """
+    from matplotlib.figure import Figure
+
+    if probs.ndim != 2 or probs.shape[-1:] != support.shape:
+        raise ValueError(f"probs have shape {list(probs.shape)}; give `[A, N]` over the {len(support)} atoms")
+    names = labels or [str(action) for action in range(len(probs))]
+    atoms, mass = support.detach().cpu().numpy(), probs.detach().cpu().numpy()
+    figure = Figure(figsize=(7, 1 + 1.4 * len(mass)), layout="constrained")
+    for plot, name, row in zip(figure.subplots(len(mass), 1, sharex=True, squeeze=False)[:, 0], names, mass):
+        mean = (row * atoms).sum()
+        plot.bar(atoms, row, width=0.9 * (atoms[1] - atoms[0]))
+        plot.axvline(mean, color="darkorange")
+        plot.set_title(f"{name}: {mean:.4g}", fontsize="medium")
+        plot.set_ylabel("mass")
+    plot.set_xlabel("value")
+    figure.suptitle(title)
+    return figure
+
+
+def save_gif(frames: Sequence[np.ndarray], path: str | Path, *, fps: float = 25.0) -> None:
+    """Write pictures as an animated GIF; needs Pillow, which comes with matplotlib.
+
+    Args:
+        frames: RGB pictures `[H, W, 3]` of one size, uint8.
+        path: the file to write.
+        fps: pictures a second.
+
+    Raises:
+        ValueError: if there are no pictures, or they are no RGB pictures of one size.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from torchrl_safety.trainers import save_gif
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_gif([np.zeros((4, 4, 3), np.uint8)] * 2, f"{folder}/black.gif")
+    """
+    from PIL import Image
+
+    shapes = {np.shape(frame) for frame in frames}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 3 or next(iter(shapes))[-1] != 3:
+        raise ValueError(f"the pictures have shapes {sorted(shapes)}; give at least one, all `[H, W, 3]` of one size")
+    first, *rest = (Image.fromarray(frame) for frame in frames)
+    first.save(path, save_all=True, append_images=rest, duration=1000 / fps, loop=0)

@@ -218,8 +218,8 @@ class TemperatureReset:
         moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not {id(each) for each in known} <= moved:
             raise ValueError(
-                "the optimizer does not move log_alpha of the loss (of both players, in a game): pass the one that was built with it, e.g. from "
-                "parameter_groups(loss, ...)"
+                "the optimizer does not move log_alpha of the loss, in a game that of both players: pass the one that "
+                "was built with it, e.g. from parameter_groups(loss, ...)"
             )
         self.schedule, self.optimizer = schedule, optimizer
         self._log_alphas, self._alpha_init = known, initial

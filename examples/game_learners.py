@@ -1,0 +1,152 @@
+"""What learns in game_safety.py: a joint table of action values, or two actors with critics of both actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictModuleBase
+from torch import nn
+from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal
+from torchrl.objectives import LossModule
+
+from torchrl_safety.modules import AngleEncoding, RainbowNetwork, TwoPlayerPolicy, greedy_game_policy
+from torchrl_safety.objectives import (
+    GameplayCategoricalDQNLoss,
+    GameplayDQNLoss,
+    GameplaySACLoss,
+    IsaacsCategoricalDQNLoss,
+    IsaacsDQNLoss,
+    IsaacsSACLoss,
+)
+
+
+class Learner(NamedTuple):
+    """A loss and what it trains."""
+
+    loss: LossModule
+    policy: TensorDictModuleBase
+    """Writes the actions of both players."""
+    value: Callable[[torch.Tensor], torch.Tensor]
+    """The value `[*, 1]` of states `[*, S]` under the policy."""
+    rates: dict[str, float]
+    """Learning rate of each network of the loss."""
+
+
+def make_learner(cfg: DictConfig, env: EnvBase) -> Learner:
+    """The learner of ``cfg.algo``."""
+    size = env.observation_spec["observation"].shape[-1]
+    encoder = AngleEncoding(size, env.angles) if env.angles else None
+    return {"dqn": _dqn, "sac": _sac}[cfg.algo.name](cfg, env, size, encoder)
+
+
+def _dqn(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None) -> Learner:
+    controls, disturbances = (env.full_action_spec[key].space.n for key in ("action", "disturbance"))
+    algo, is_avoid = cfg.algo, cfg.problem.name == "avoid"
+    network = RainbowNetwork(
+        size,
+        controls * disturbances,
+        support=tuple(cfg.problem.support) if algo.categorical else None,
+        atoms=algo.atoms,
+        hidden=cfg.hidden,
+        dueling=algo.dueling,
+        noisy=algo.noisy,
+        encoder=encoder,
+        device=cfg.device,
+    )
+    if algo.categorical:
+        make_loss = IsaacsCategoricalDQNLoss if is_avoid else GameplayCategoricalDQNLoss
+    else:
+        make_loss = IsaacsDQNLoss if is_avoid else GameplayDQNLoss
+    loss = make_loss(network, num_disturbances=disturbances, double=algo.double, bootstrap_on_truncation=True)
+    policy = greedy_game_policy(network, num_disturbances=disturbances)
+
+    def value(states: torch.Tensor) -> torch.Tensor:
+        return policy(TensorDict({"observation": states}, states.shape[:-1]))["chosen_action_value"]
+
+    return Learner(loss, policy, value, {"value_network": cfg.lr.critic})
+
+
+class JointValue(nn.Module):
+    """Q(s, u, d): the encoded observation beside both actions, through a multilayer perceptron."""
+
+    def __init__(self, encoder: nn.Module, **settings) -> None:
+        super().__init__()
+        self.encoder, self.mlp = encoder, MLP(out_features=1, activation_class=nn.ReLU, **settings)
+
+    def forward(self, observation: torch.Tensor, *actions: torch.Tensor) -> torch.Tensor:
+        return self.mlp(torch.cat([self.encoder(observation), *actions], -1))
+
+
+class Head(nn.Module):
+    """Location and scale of a player's action, from the encoded observation and what else it sees."""
+
+    def __init__(self, encoder: nn.Module, **settings) -> None:
+        super().__init__()
+        self.encoder, self.mlp = encoder, MLP(activation_class=nn.ReLU, **settings)
+        self.extract = NormalParamExtractor()
+
+    def forward(self, observation: torch.Tensor, *seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.extract(self.mlp(torch.cat([self.encoder(observation), *seen], -1)))
+
+
+def _sac(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None) -> Learner:
+    features = size if encoder is None else encoder.out_features
+    shared = nn.Identity() if encoder is None else encoder
+    layers = {"num_cells": list(cfg.hidden), "device": cfg.device}
+    specs = {key: env.full_action_spec[key] for key in ("action", "disturbance")}
+    widths = {key: spec.shape[-1] for key, spec in specs.items()}
+
+    def player(key: str, *seen: str) -> ProbabilisticActor:
+        head = Head(
+            shared,
+            in_features=features + sum(widths[name] for name in seen),
+            out_features=2 * widths[key],
+            **layers,
+        )
+        outputs = [f"{key}_loc", f"{key}_scale"]
+        return ProbabilisticActor(
+            TensorDictModule(head, ["observation", *seen], outputs),
+            in_keys={"loc": outputs[0], "scale": outputs[1]},
+            out_keys=[key],
+            distribution_class=TanhNormal,
+            distribution_kwargs={end: getattr(specs[key].space, end)[0] for end in ("low", "high")},
+            return_log_prob=True,
+        )
+
+    algo = cfg.algo
+    controller = player("action")
+    disturbance = player("disturbance", *(["action"] if algo.second_mover else []))
+    critic = TensorDictModule(
+        JointValue(shared, in_features=features + sum(widths.values()), **layers),
+        ["observation", "action", "disturbance"],
+        ["state_action_value"],
+    )
+    make_loss = IsaacsSACLoss if cfg.problem.name == "avoid" else GameplaySACLoss
+    loss = make_loss(
+        controller,
+        disturbance,
+        critic,
+        bootstrap_on_truncation=True,
+        num_qvalue_nets=algo.critics,
+        target_entropy=algo.target_entropy,
+        target_entropy_disturbance=algo.target_entropy,
+        alpha_init=algo.alpha.start,
+        min_alpha=algo.alpha.min,
+        max_alpha=algo.alpha.max,
+    )
+    policy = TwoPlayerPolicy(controller, disturbance, second_mover=algo.second_mover)
+
+    def value(states: torch.Tensor) -> torch.Tensor:
+        tensordict = TensorDict({"observation": states}, states.shape[:-1])
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            return loss.critic_values(policy(tensordict)).amin(0)
+
+    rates = {"actor_network": cfg.lr.controller, "disturbance_network": cfg.lr.disturbance}
+    rates |= {"qvalue_network": cfg.lr.critic}
+    rates |= dict.fromkeys(["log_alpha", "log_alpha_disturbance"], cfg.lr.alpha)
+    return Learner(loss, policy, value, rates)

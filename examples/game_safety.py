@@ -1,0 +1,153 @@
+"""Train a controller against a disturbance that learns to be the worst, and measure the set that it can defend.
+
+python examples/game_safety.py game=isaacs|gameplay algo=dqn|sac env=double_integrator seed=0 resume=PATH
+
+Every option stands in examples/configs/game_safety.yaml. The loop in `train` is meant to be copied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import torch
+from control_tasks import NATIVE, ExactSet, make_env
+from game_learners import make_learner
+from launch import check_shared, command_line, start
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDictBase
+from torchrl.data import LazyTensorStorage
+from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
+from torchrl.objectives import SoftUpdate
+
+from torchrl_safety.data import LeanReplayBuffer, NStepTransform
+from torchrl_safety.modules import reset_noise
+from torchrl_safety.trainers import StepGamma, TrainingRun, check_options, parameter_groups
+
+KEPT = "env problem algo seed num_envs n_steps buffer_size hidden"
+PLAYERS = ("action", "disturbance")
+
+
+def check(cfg: DictConfig) -> None:
+    check_shared(cfg, problems=("avoid", "reach_avoid"), envs=NATIVE)
+    is_table = cfg.algo.name == "dqn"
+    rates = "critic final" if is_table else "controller disturbance critic alpha final"
+    check_options(
+        cfg,
+        choices={"algo.name": ("dqn", "sac"), **({"algo.dueling": ("mean", "max", None)} if is_table else {})},
+        flags="compile " + ("algo.categorical algo.noisy algo.double" if is_table else "algo.second_mover"),
+        whole="batch_size n_steps buffer_size warmup_frames " + ("algo.atoms" if is_table else "algo.critics"),
+        positive=" ".join(f"lr.{name}" for name in rates.split())
+        + ("" if is_table else " algo.alpha.start algo.alpha.min"),
+        shares="random_actions.start random_actions.end random_actions.fraction tau lr.final",
+        numbers="problem.level" + ("" if is_table else " algo.target_entropy"),
+        limits="" if is_table else "algo.alpha.max",
+        intervals="problem.support",
+    )
+    if not cfg.batch_size <= cfg.warmup_frames <= min(cfg.buffer_size, cfg.frames):
+        raise ValueError(
+            f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}, "
+            f"frames={cfg.frames}: need batch_size <= warmup_frames <= buffer_size and frames"
+        )
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="game_safety")
+def main(cfg: DictConfig) -> None:
+    start(cfg, train, kept=KEPT.split())
+
+
+def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
+    check(cfg)
+    torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+    env = make_env(cfg, cfg.num_envs, discrete=cfg.algo.name == "dqn")
+    loss, policy, value, rates = make_learner(cfg, env)
+    compute = torch.compile(loss, fullgraph=True) if cfg.compile else loss
+    backup = loss.backup
+
+    updates = (cfg.frames - cfg.warmup_frames) // cfg.num_envs + 1
+    buffer = LeanReplayBuffer(
+        storage=LazyTensorStorage(cfg.buffer_size, device=cfg.device),
+        transform=NStepTransform(cfg.n_steps, signals=backup.signals, num_envs=cfg.num_envs),
+        batch_size=cfg.batch_size,
+    )
+    stored = ["observation", *PLAYERS, *(("next", key) for key in ("observation", "done", "terminated", "truncated"))]
+    stored += [("next", signal) for signal in backup.signals]
+
+    optimizer = torch.optim.Adam(parameter_groups(loss, rates), fused=True)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
+    target = SoftUpdate(loss, tau=cfg.tau)
+    gamma = StepGamma(
+        cfg.frames,
+        gamma_start=cfg.gamma.start,
+        gamma_end=cfg.gamma.end,
+        ratio=cfg.gamma.ratio,
+        period=cfg.gamma.period,
+    )
+    measure = ExactSet(cfg, backup, discrete=cfg.algo.name == "dqn")
+    facts = {"algorithm": cfg.algo.name, "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
+    components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "buffer": buffer, "env": env}
+
+    with TrainingRun(
+        folder,
+        saved,
+        config=OmegaConf.to_yaml(cfg, resolve=True),
+        budget=cfg.frames,
+        checkpoints=cfg.checkpoints,
+        state=env.reset(),
+        device=cfg.device,
+        **components,
+    ) as run:
+        while run.frames < cfg.frames:
+            acting = explore(env, policy, run.state, share=at_random(cfg, run.frames))
+            transition, run.state = env.step_and_maybe_reset(acting)
+            buffer.extend(transition.select(*stored))
+            run.advance(cfg.num_envs)
+            loss.gamma = gamma.step(run.frames)
+            if run.frames >= cfg.warmup_frames and len(buffer) >= cfg.batch_size:
+                reset_noise(loss)
+                losses = compute(buffer.sample())
+                optimizer.zero_grad()
+                sum(term for name, term in losses.items() if name.startswith("loss")).backward()
+                torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
+                optimizer.step()
+                decay.step()
+                target.step()
+                run.count_update()
+            if run.updates and run.due(cfg.evaluations):
+                run.report(
+                    measure(policy, value).scores,
+                    gamma=gamma.gamma,
+                    **{key: term.item() for key, term in losses.items()},
+                )
+            run.save_if_due()
+        found = measure(policy, value)
+        title = f"{cfg.algo.name}, {cfg.env.name}, {cfg.problem.name} game, seed {cfg.seed}: "
+        torch.save(policy.state_dict(), folder / "model.pt")
+        run.finish(found.scores, figures={"value_map": measure.picture(found, title)}, **facts)
+
+
+def at_random(cfg: DictConfig, frames: int) -> float:
+    """The share of random actions: all of them before the first update, then fewer and fewer."""
+    schedule = cfg.random_actions
+    if frames < cfg.warmup_frames:
+        return 1.0
+    passed = min(frames / (schedule.fraction * cfg.frames), 1.0) if schedule.fraction else 1.0
+    return schedule.start + passed * (schedule.end - schedule.start)
+
+
+def explore(env: EnvBase, policy: torch.nn.Module, state: TensorDictBase, *, share: float) -> TensorDictBase:
+    """The state with the actions of both players in it, each of them a random one in a `share` of the cases."""
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        reset_noise(policy)
+        acting = policy(state)
+    for player in PLAYERS:
+        action = acting[player]
+        random = torch.rand(state.batch_size, device=env.device) < share
+        random = random.reshape(*state.batch_size, *[1] * (action.ndim - state.ndim))
+        acting[player] = torch.where(random, env.full_action_spec[player].rand(), action)
+    return acting
+
+
+if __name__ == "__main__":
+    command_line(main)

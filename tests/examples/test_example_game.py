@@ -1,0 +1,89 @@
+"""The example of two-player games: what a run leaves, going on from a checkpoint, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import checkpoints, differences, final_state, metrics, module, run
+
+SHORT = [
+    "num_envs=16", "frames=800", "evaluations=2", "checkpoints=2", "hidden=[16]", "env.max_steps=10", "rollouts=8",
+    "env.grid.nodes=21", "rollout_steps=10", "warmup_frames=128", "batch_size=32", "buffer_size=1024",
+]  # fmt: skip
+LEARNERS = {
+    "categorical": ["algo=dqn"],
+    "scalar": ["algo=dqn", "algo.categorical=false", "algo.noisy=true", "algo.dueling=mean", "game=gameplay"],
+    "sac": ["algo=sac"],
+    "simultaneous": ["algo=sac", "algo.second_mover=false", "game=gameplay"],
+}
+
+
+@pytest.fixture(scope="module")
+def finish(tmp_path_factory):
+    made = {}
+
+    def finish(learner: str):
+        if learner not in made:
+            folder = tmp_path_factory.mktemp(learner) / "run"
+            made[learner] = folder, run("game_safety", folder, *SHORT, *LEARNERS[learner])
+        folder, outcome = made[learner]
+        assert outcome.code == 0, outcome.err
+        return folder, outcome
+
+    return finish
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_a_run_leaves_its_table_pictures_metrics_model_and_summary(finish, learner):
+    folder, (_, out, _) = finish(learner)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["problem"] == ("reach_avoid" if "game=gameplay" in LEARNERS[learner] else "avoid")
+    assert 0 <= summary["iou"] <= 1
+    assert f"{'IoU with the exact set':<34}{summary['iou']:>10.4f}" in out
+    assert [row["frames"] for row in metrics(folder)] == ["400", "800"]
+    for name in ("value_map", "curves"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert torch.load(folder / "model.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(finish, tmp_path, learner):
+    whole, _ = finish(learner)
+    folder = shutil.copytree(whole, tmp_path / "run")
+    code, _, err = run("game_safety", tmp_path / "unused", f"resume={checkpoints(folder)[0]}")
+    assert code == 0, err
+    assert differences(final_state(whole), final_state(folder)) == []
+    assert metrics(folder) == metrics(whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["game=chess"], "game/chess"),
+        (["algo=ddpg"], "algo/ddpg"),
+        (["algo.categorical=maybe"], "algo.categorical is 'maybe'; give true or false"),
+        (["algo=sac", "lr.disturbance=-1"], "lr.disturbance is -1; give a positive number"),
+        (["batch_size=4096"], "batch_size=4096, warmup_frames=2000"),
+        (["env.max_disturbance=2"], "max_disturbance=2 must lie in [0, max_control=1.0)"),
+        (["random_actions.end=2"], "random_actions.end is 2; give a number in [0, 1]"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_complaint(tmp_path, options, words):
+    code, _, err = run("game_safety", tmp_path / "run", *options)
+    assert code == 1
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_random_actions_fade_from_the_first_update_to_the_given_share():
+    game = module("game_safety")
+    cfg = OmegaConf.create(
+        {"warmup_frames": 10, "frames": 100, "random_actions": {"start": 0.8, "end": 0.2, "fraction": 0.5}}
+    )
+    assert [game["at_random"](cfg, frames) for frames in (0, 9, 10, 25, 50, 100)] == pytest.approx(
+        [1.0, 1.0, 0.68, 0.5, 0.2, 0.2]
+    )
