@@ -47,7 +47,8 @@ class UpdatePeriods:
         for name, period in self.periods.items():
             if not isinstance(period, int) or period < 1:
                 raise ValueError(f"{name} is {period!r}; give its period in updates, a whole number of at least 1")
-        self.loss, self.alternating, self.updates = loss, alternating, 0
+        self.loss: Any = loss
+        self.alternating, self.updates = alternating, 0
 
     def step(self) -> tuple[str, ...]:
         """The players that learn at the next update, which the loss is told."""
