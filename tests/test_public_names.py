@@ -39,6 +39,23 @@ SIGNATURES: tuple[tuple[Callable, Callable], ...] = (
         lambda value_network, *, backup=None, double=True, priority="kl", n_step="last", reduction="mean": ...,
     ),
     (objectives.CategoricalDQNLoss, lambda value_network, *, bootstrap_on_truncation=False: ...),
+    *(
+        (loss, lambda value_network, *, num_disturbances=None, backup=None, terminal_type=None: ...)
+        for loss in (
+            objectives.IsaacsDQNLoss,
+            objectives.GameplayDQNLoss,
+            objectives.IsaacsCategoricalDQNLoss,
+            objectives.GameplayCategoricalDQNLoss,
+        )
+    ),
+    *(
+        (loss, lambda actor_network, disturbance_network, qvalue_network, *, pessimism="per_player": ...)
+        for loss in (objectives.IsaacsSACLoss, objectives.GameplaySACLoss)
+    ),
+    *(
+        (loss, lambda actor_network, disturbance_network, critic_network, *, disturbance_settings=None: ...)
+        for loss in (objectives.IsaacsPPOLoss, objectives.GameplayPPOLoss)
+    ),
     (data.PriorityTree, lambda capacity, *, device=None: ...),
     (data.PrioritizedSampler, lambda max_capacity, alpha=0.6, beta=0.4, eps=1e-6: ...),
     (data.PrioritizedSampler, lambda *, beta_annealing_steps=None, weight_normalization="batch", stratified=False: ...),
@@ -70,6 +87,7 @@ SIGNATURES: tuple[tuple[Callable, Callable], ...] = (
     (modules.categorical_cvar, lambda probs, support, level: ...),
     (modules.distribution_statistics, lambda logits, support, *, levels=(0.05, 0.5, 0.95): ...),
     (modules.greedy_policy, lambda network, *, action_key="action", spec=None, risk="mean", level=None: ...),
+    (modules.greedy_game_policy, lambda network, *, num_disturbances=None, player=None: ...),
     (modules.export_policy, lambda policy, path, example_observation, *, format="torch": ...),
     (
         envs.DoubleIntegratorEnv,
@@ -90,6 +108,7 @@ SIGNATURES: tuple[tuple[Callable, Callable], ...] = (
         lambda controller, disturbance, *, second_mover=False, action_key="action", disturbance_key="disturbance": ...,
     ),
     (trainers.StepGamma, lambda total_frames: ...),
+    (trainers.UpdatePeriods, lambda loss, *, controller=1, disturbance=1, alternating=False: ...),
     (trainers.set_metrics, lambda predicted, exact: ...),
 )
 

@@ -329,3 +329,19 @@ def test_a_cap_reaches_the_loss_that_was_made_from_the_policy_and_its_checkpoint
     resumed.load_state_dict(saved(loss.state_dict()))
     again = [value for key, value in resumed.actor_network_params.items(True, True) if "std_cap" in key]
     assert torch.equal(again[0], caps[0])
+
+
+def test_a_jump_resets_the_temperatures_of_both_players():
+    loss = next(case for case in LOSSES if case.family == "game SAC").build(alpha_init=0.5)
+    log_alphas = [loss.log_alpha, loss.log_alpha_disturbance]
+    optimizer = torch.optim.Adam(log_alphas, 0.1)
+    sum(log_alphas).backward()
+    optimizer.step()
+    schedule = TemperatureReset(StepGamma(1000), loss, optimizer)
+    schedule.step(199)
+    assert all(each.exp().item() < 0.46 for each in log_alphas)
+    schedule.step(200)
+    assert [each.exp().item() for each in log_alphas] == pytest.approx([0.5, 0.5])
+    assert not optimizer.state
+    with pytest.raises(ValueError, match="the optimizer does not move log_alpha"):
+        TemperatureReset(StepGamma(1000), loss, torch.optim.Adam([loss.log_alpha]))

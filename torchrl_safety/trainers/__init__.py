@@ -21,6 +21,7 @@ from torchrl_safety.trainers.schedules import (
     TemperatureReset,
     parameter_groups,
 )
+from torchrl_safety.trainers.turns import UpdatePeriods
 
 __all__ = [
     "EpisodeEvaluator",
@@ -37,6 +38,7 @@ __all__ = [
     "StepGamma",
     "TemperatureReset",
     "TrainingRun",
+    "UpdatePeriods",
     "binomial_interval",
     "catch_interrupt",
     "check_options",

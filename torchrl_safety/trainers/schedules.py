@@ -175,7 +175,8 @@ class TemperatureReset:
     r"""A :class:`StepGamma` at whose jumps the entropy temperature starts over.
 
     When :meth:`step` raises the discount, the `log_alpha` of the loss goes back to :math:`\log \alpha_{init}`, and
-    what the optimiser remembers of it is forgotten; everything else stays. Step this object instead of the schedule.
+    what the optimiser remembers of it is forgotten; everything else stays. So does the `log_alpha_disturbance` of a
+    game. Step this object instead of the schedule.
     Whether a jump is due is read off the discount that the schedule holds, so that a resumed run does not reset
     where there was no jump. Source: Hsu et al. 2022 (ISAACS), training details.
 
@@ -213,22 +214,25 @@ class TemperatureReset:
                 f"{type(loss).__name__} learns no temperature: it needs the parameter log_alpha and the buffer "
                 "alpha_init, as SAC losses have with fixed_alpha=False; step the schedule itself otherwise"
             )
-        if not any(log_alpha is moved for group in optimizer.param_groups for moved in group["params"]):
+        known = [log_alpha, getattr(loss, "log_alpha_disturbance", log_alpha)]
+        moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not {id(each) for each in known} <= moved:
             raise ValueError(
-                "the optimizer does not move log_alpha of the loss: pass the one that was built with it, e.g. from "
-                "parameter_groups(loss, ...)"
+                "the optimizer does not move log_alpha of the loss, in a game that of both players: pass the one that "
+                "was built with it, e.g. from parameter_groups(loss, ...)"
             )
         self.schedule, self.optimizer = schedule, optimizer
-        self._log_alpha, self._alpha_init = log_alpha, initial
+        self._log_alphas, self._alpha_init = known, initial
 
     def step(self, frames: int) -> float:
         """The discount after `frames` frames; the temperature is reset if it is a new one."""
         before = self.schedule.gamma
         gamma = self.schedule.step(frames)
         if gamma > before:
-            with torch.no_grad():
-                self._log_alpha.fill_(math.log(self._alpha_init.item()))
-            self.optimizer.state.pop(self._log_alpha, None)
+            for log_alpha in self._log_alphas:
+                with torch.no_grad():
+                    log_alpha.fill_(math.log(self._alpha_init.item()))
+                self.optimizer.state.pop(log_alpha, None)
         return gamma
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,7 +248,8 @@ def parameter_groups(loss: nn.Module, learning_rates: Mapping[str, float]) -> li
     """The parameter groups of one optimiser, each network of a loss with its own learning rate.
 
     A network is called as in the loss: `"actor_network"`, `"qvalue_network"`, `"critic_network"`, `"value_network"`,
-    and `"log_alpha"` for the temperature. Parameters that two networks share belong to the first.
+    `"log_alpha"` for the temperature, and `"disturbance_network"`, `"log_alpha_disturbance"` (SAC) or
+    `"disturbance_loss"` (PPO) for the second player of a game. Parameters that two networks share belong to the first.
 
     Args:
         loss: a TorchRL loss.
