@@ -10,7 +10,7 @@ from game_learners import make_learner
 from omegaconf import DictConfig, OmegaConf
 from torchrl.envs import ExplorationType, set_exploration_type
 
-from torchrl_safety.trainers import StepGamma, TrainingRun, parameter_groups
+from torchrl_safety.trainers import StepGamma, TrainingRun, UpdatePeriods, parameter_groups
 
 LEARNED = [
     "observation", "action", "disturbance", "action_log_prob", "disturbance_log_prob", "advantage", "value_target",
@@ -36,6 +36,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         ratio=cfg.gamma.ratio,
         period=cfg.gamma.period,
     )
+    turns = UpdatePeriods(loss, **cfg.algo.periods)
     measure = ExactSet(cfg, loss.backup)
     facts = {"algorithm": "ppo", "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     carried = [key for key in env.reset().keys(True, True) if key not in ("action", "disturbance")]
@@ -52,6 +53,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         optimizer=optimizer,
         decay=decay,
         gamma=gamma,
+        turns=turns,
         env=env,
     ) as run:
         while run.frames < cfg.frames:
@@ -63,9 +65,8 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             batch = torch.stack(steps, 1)
             run.advance(batch_frames)
             loss.gamma = gamma.step(run.frames)
-            for epoch in range(cfg.algo.epochs):
-                if cfg.algo.in_turn:  # the players learn by turns, an epoch each
-                    loss.active_players = (("controller", "disturbance")[epoch % 2],)
+            for _ in range(cfg.algo.epochs):
+                turns.step()
                 with torch.no_grad():  # anew in each epoch: the targets follow the critic
                     loss.value_estimator(batch, params=loss.critic_network_params)
                 flat = batch.select(*LEARNED).reshape(-1)

@@ -24,7 +24,7 @@ from torchrl.objectives import SoftUpdate
 
 from torchrl_safety.data import LeanReplayBuffer, NStepTransform
 from torchrl_safety.modules import reset_noise
-from torchrl_safety.trainers import StepGamma, TrainingRun, check_options, parameter_groups
+from torchrl_safety.trainers import StepGamma, TrainingRun, UpdatePeriods, check_options, parameter_groups
 
 KEPT = "env problem algo seed num_envs n_steps buffer_size hidden"
 PLAYERS = ("action", "disturbance")
@@ -38,15 +38,16 @@ WANTED = {
         "positive": "lr.critic",
     },
     "sac": {
-        "flags": "algo.second_mover",
-        "whole": "algo.critics",
+        "choices": {"algo.pessimism": ("per_player", "min")},
+        "flags": "algo.second_mover algo.entropy_in_target algo.periods.alternating",
+        "whole": "algo.critics algo.periods.controller algo.periods.disturbance",
         "positive": "lr.controller lr.disturbance lr.critic lr.alpha algo.alpha.start algo.alpha.min",
         "limits": "algo.alpha.max",
-        "numbers": "algo.target_entropy",
+        "numbers": "algo.target_entropy.controller algo.target_entropy.disturbance",
     },
     "ppo": {
-        "flags": "algo.second_mover algo.in_turn",
-        "whole": "algo.steps algo.epochs algo.minibatch",
+        "flags": "algo.second_mover algo.periods.alternating",
+        "whole": "algo.steps algo.epochs algo.minibatch algo.periods.controller algo.periods.disturbance",
         "shares": "algo.lmbda",
         "positive": "lr.controller lr.disturbance lr.critic algo.clip",
         "amounts": "algo.entropy",
@@ -115,9 +116,11 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         ratio=cfg.gamma.ratio,
         period=cfg.gamma.period,
     )
+    turns = UpdatePeriods(loss, **cfg.algo.periods) if cfg.algo.name == "sac" else None
     measure = ExactSet(cfg, backup, discrete=cfg.algo.name == "dqn")
     facts = {"algorithm": cfg.algo.name, "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "buffer": buffer, "env": env}
+    components |= {} if turns is None else {"turns": turns}
 
     with TrainingRun(
         folder,
@@ -136,6 +139,8 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             run.advance(cfg.num_envs)
             loss.gamma = gamma.step(run.frames)
             if run.frames >= cfg.warmup_frames and len(buffer) >= cfg.batch_size:
+                if turns is not None:
+                    turns.step()
                 reset_noise(loss)
                 losses = compute(buffer.sample())
                 optimizer.zero_grad()

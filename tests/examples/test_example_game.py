@@ -22,7 +22,7 @@ LEARNERS = {
     "sac": [*REPLAY, "algo=sac"],
     "simultaneous": [*REPLAY, "algo=sac", "algo.second_mover=false", "game=gameplay"],
     "ppo": [*BATCHES, "algo=ppo"],
-    "in_turn": [*BATCHES, "algo=ppo", "algo.in_turn=true", "algo.second_mover=false", "game=gameplay"],
+    "in_turn": [*BATCHES, "algo=ppo", "algo.periods.alternating=true", "algo.second_mover=false", "game=gameplay"],
 }
 
 
