@@ -10,6 +10,8 @@ from torchrl_safety.trainers.evaluation import (
 )
 from torchrl_safety.trainers.exact_sets import ExactSetEvaluator, SetEvaluation, SetMetrics, set_metrics, state_value
 from torchrl_safety.trainers.hooks import EvaluationHook, ScheduleHook, log_scores
+from torchrl_safety.trainers.league import League, LeagueOpponent
+from torchrl_safety.trainers.matches import CrossPlay, cross_play
 from torchrl_safety.trainers.options import check_options
 from torchrl_safety.trainers.plots import plot_curves, plot_value_distribution, plot_value_map, save_gif
 from torchrl_safety.trainers.runs import TrainingRun
@@ -24,11 +26,14 @@ from torchrl_safety.trainers.schedules import (
 from torchrl_safety.trainers.turns import UpdatePeriods
 
 __all__ = [
+    "CrossPlay",
     "EpisodeEvaluator",
     "Evaluation",
     "EvaluationHook",
     "ExactSetEvaluator",
     "GeometricGamma",
+    "League",
+    "LeagueOpponent",
     "Progress",
     "ScheduleHook",
     "SetEvaluation",
@@ -42,6 +47,7 @@ __all__ = [
     "binomial_interval",
     "catch_interrupt",
     "check_options",
+    "cross_play",
     "evaluate",
     "evaluation_mode",
     "find_checkpoint",

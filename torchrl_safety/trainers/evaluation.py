@@ -97,13 +97,18 @@ class Evaluation(NamedTuple):
     """Time that all of them took."""
     returns: Tensor | None = None
     """Undiscounted sum of the rewards of each episode, `[episodes]`; None without a reward key."""
+    safe: Tensor | None = None
+    """Which episodes were safe, `[episodes]`."""
+    success: Tensor | None = None
+    """Which episodes were successful, `[episodes]`."""
+    lengths: Tensor | None = None
+    """Number of steps of each episode, `[episodes]`."""
 
     def __repr__(self) -> str:
-        shapes = {
-            name: value if value is None else list(value.shape)
-            for name, value in (("states", self.states), ("returns", self.returns))
+        shown = {
+            name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self._asdict().items()
         }
-        return f"Evaluation({', '.join(f'{name}={value!r}' for name, value in {**self._asdict(), **shapes}.items())})"
+        return f"Evaluation({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def scores(self) -> dict[str, float | None]:
@@ -221,6 +226,9 @@ def evaluate(
         mean_length=int(length.sum()) / count,
         seconds=time.perf_counter() - began,
         returns=returns,
+        safe=safe,
+        success=reached,
+        lengths=length,
     )
 
 
