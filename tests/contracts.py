@@ -33,6 +33,7 @@ from torchrl_safety.objectives import (
     IsaacsPPOLoss,
     IsaacsSACLoss,
     LipschitzReachAvoidBackup,
+    OpponentBackup,
     ReachAvoidA2CLoss,
     ReachAvoidBackup,
     ReachAvoidDQNLoss,
@@ -54,6 +55,7 @@ BACKUPS: tuple[tuple[Backup, tuple[str, ...]], ...] = (
     (ReachAvoidBackup(terminal_type="g"), ("safety_margin", "target_margin")),
     (LipschitzReachAvoidBackup(), ("safety_margin", "target_margin")),
     (DiscountedReturnBackup(), ("reward",)),
+    (OpponentBackup(ReachAvoidBackup()), ("safety_margin", "target_margin")),
 )
 """`(backup, names of the signals it reads)`."""
 
@@ -108,6 +110,10 @@ OPERATORS: dict[str, Operator] = {
     "DiscountedReturnBackup()": Operator(
         lambda g, l, r, v, gamma: r + gamma * v,  # noqa: E741
         lambda g, l, r: r,  # noqa: E741
+    ),
+    "OpponentBackup(ReachAvoidBackup(terminal_type='all'))": Operator(
+        lambda g, l, r, v, gamma: (1 - gamma) * max(-l, -g) + gamma * max(-g, min(-l, v)),  # noqa: E741
+        lambda g, l, r: max(-l, -g),  # noqa: E741
     ),
 }
 """`repr(backup)` -> the same operator, recomputed."""

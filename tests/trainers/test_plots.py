@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torchrl_safety.trainers import plot_curves, plot_value_distribution, plot_value_map, save_gif
+from torchrl_safety.trainers import plot_cross_play, plot_curves, plot_value_distribution, plot_value_map, save_gif
 
 
 def plane():
@@ -71,6 +71,18 @@ def test_a_distribution_is_drawn_with_its_mass_and_its_mean():
     assert [plot.get_title() for plot in figure.axes] == ["left: -0.25", "right: 1"]
     with pytest.raises(ValueError, match=r"probs have shape \[3\]"):
         plot_value_distribution(support, torch.ones(3))
+
+
+def test_a_cross_play_writes_each_rate_in_the_field_of_its_pair():
+    rates = torch.tensor([[1.0, 0.25, torch.nan], [0.5, 0.0, 0.75]])
+    figure = plot_cross_play(rates, ["u1", "u2"], ["d1", "d2", "d3"])
+    plot = figure.axes[0]
+    written = {text.get_position(): text.get_text() for text in plot.texts}  # (column, row)
+    assert written == {(0, 0): "1.00", (1, 0): "0.25", (0, 1): "0.50", (1, 1): "0.00", (2, 1): "0.75"}
+    assert [tick.get_text() for tick in plot.get_xticklabels()] == ["d1", "d2", "d3"]
+    assert [tick.get_text() for tick in plot.get_yticklabels()] == ["u1", "u2"]
+    with pytest.raises(ValueError, match=r"rates have shape \[2, 3\], but there are 3 controllers"):
+        plot_cross_play(rates, ["d1", "d2", "d3"], ["u1", "u2"])
 
 
 def test_a_film_holds_its_pictures_in_their_order(tmp_path):

@@ -26,6 +26,7 @@ from torchrl_safety.objectives.games_dqn import (
 )
 from torchrl_safety.objectives.games_ppo import GameplayPPOLoss, IsaacsPPOLoss
 from torchrl_safety.objectives.games_sac import GameplaySACLoss, IsaacsSACLoss
+from torchrl_safety.objectives.opponent import OpponentBackup
 from torchrl_safety.objectives.ppo import ReachAvoidA2CLoss, ReachAvoidPPOLoss, SafetyA2CLoss, SafetyPPOLoss
 from torchrl_safety.objectives.returns import lambda_return, n_step_return
 from torchrl_safety.objectives.sac import (
@@ -54,6 +55,7 @@ __all__ = [
     "IsaacsSACLoss",
     "LipschitzReachAvoidBackup",
     "NStepBackupEstimator",
+    "OpponentBackup",
     "ReachAvoidA2CLoss",
     "ReachAvoidBackup",
     "ReachAvoidDQNLoss",

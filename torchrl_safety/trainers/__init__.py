@@ -13,7 +13,14 @@ from torchrl_safety.trainers.hooks import EvaluationHook, ScheduleHook, log_scor
 from torchrl_safety.trainers.league import League, LeagueOpponent
 from torchrl_safety.trainers.matches import CrossPlay, cross_play
 from torchrl_safety.trainers.options import check_options
-from torchrl_safety.trainers.plots import plot_curves, plot_value_distribution, plot_value_map, save_gif
+from torchrl_safety.trainers.plots import (
+    plot_cross_play,
+    plot_curves,
+    plot_value_distribution,
+    plot_value_map,
+    save_gif,
+)
+from torchrl_safety.trainers.responses import BestResponse, best_response
 from torchrl_safety.trainers.runs import TrainingRun
 from torchrl_safety.trainers.schedules import (
     GeometricGamma,
@@ -26,6 +33,7 @@ from torchrl_safety.trainers.schedules import (
 from torchrl_safety.trainers.turns import UpdatePeriods
 
 __all__ = [
+    "BestResponse",
     "CrossPlay",
     "EpisodeEvaluator",
     "Evaluation",
@@ -44,6 +52,7 @@ __all__ = [
     "TemperatureReset",
     "TrainingRun",
     "UpdatePeriods",
+    "best_response",
     "binomial_interval",
     "catch_interrupt",
     "check_options",
@@ -54,6 +63,7 @@ __all__ = [
     "log_scores",
     "make_checkpoint",
     "parameter_groups",
+    "plot_cross_play",
     "plot_curves",
     "plot_value_distribution",
     "plot_value_map",

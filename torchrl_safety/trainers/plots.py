@@ -147,6 +147,51 @@ def plot_value_distribution(support: Tensor, probs: Tensor, *, labels: Sequence[
     return figure
 
 
+def plot_cross_play(
+    rates: Tensor, controllers: Sequence[str], disturbances: Sequence[str], *, label: str = "safe rate", title: str = ""
+) -> Figure:
+    """Draw a score matrix: a row for each controller, a column for each disturbance, the rate in each field.
+
+    Args:
+        rates: `[C, D]` in [0, 1]; NaN, a pair that has not met, stays grey and empty.
+        controllers: names of the rows.
+        disturbances: names of the columns.
+        label: what a rate is.
+        title: title of the picture.
+
+    Raises:
+        ValueError: if the names do not fit the matrix.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_safety.trainers import plot_cross_play
+        >>> figure = plot_cross_play(torch.tensor([[1.0, 0.25]]), ["controller"], ["zero", "best response"])
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['1.00', '0.25']
+    """
+    from matplotlib.figure import Figure
+
+    if tuple(rates.shape) != (len(controllers), len(disturbances)):
+        raise ValueError(
+            f"rates have shape {list(rates.shape)}, but there are {len(controllers)} controllers and "
+            f"{len(disturbances)} disturbances: give `[C, D]`, controllers first"
+        )
+    values = rates.detach().cpu().numpy()
+    figure = Figure(figsize=(2.5 + 0.9 * len(disturbances), 2.0 + 0.5 * len(controllers)), layout="constrained")
+    plot = figure.subplots()
+    plot.set_facecolor("lightgrey")
+    image = plot.imshow(values, cmap="RdBu", vmin=0.0, vmax=1.0, aspect="auto")
+    figure.colorbar(image, ax=plot, label=label)
+    for (row, column), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            shade = "white" if abs(value - 0.5) > 0.35 else "black"
+            plot.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade)
+    plot.set_yticks(range(len(controllers)), controllers)
+    plot.set_xticks(range(len(disturbances)), disturbances, rotation=45, ha="right")
+    plot.set(xlabel="disturbance", ylabel="controller", title=title)
+    return figure
+
+
 def save_gif(frames: Sequence[np.ndarray], path: str | Path, *, fps: float = 25.0) -> None:
     """Write pictures as an animated GIF; needs Pillow, which comes with matplotlib.
 
