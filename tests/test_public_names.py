@@ -108,7 +108,7 @@ SIGNATURES: tuple[tuple[Callable, Callable], ...] = (
         lambda controller, disturbance, *, second_mover=False, action_key="action", disturbance_key="disturbance": ...,
     ),
     (trainers.League, lambda env, controller, disturbance, *, max_steps, controllers=5, disturbances=5: ...),
-    (trainers.League, lambda env, controller, disturbance, *, problem="avoid", rationality=3.0, generator=None: ...),
+    (trainers.League, lambda *, problem="avoid", rationality=3.0, generator=None: ...),
     (trainers.League.step, lambda self, frames: ...),
     (trainers.best_response, lambda env, controller, budget, *, max_steps, problem="avoid", league=None: ...),
     (trainers.StepGamma, lambda total_frames: ...),
