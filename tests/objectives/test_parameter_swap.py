@@ -10,7 +10,7 @@ from torch import nn
 from torchrl.objectives import SoftUpdate
 
 from torchrl_safety.modules import RainbowNetwork, reset_noise
-from torchrl_safety.objectives import AvoidBackup, CategoricalDQNLoss
+from torchrl_safety.objectives import AvoidBackup, CategoricalDQNLoss, SafetyDQNLoss
 from torchrl_safety.objectives.parameter_swap import ParameterSwap
 
 
@@ -127,3 +127,49 @@ def test_networks_of_tensordict_modules_are_swapped_too():
         found = network(x)["action_value"]
     expected = nn.functional.linear(x["observation"], params["module", "weight"], params["module", "bias"])
     torch.testing.assert_close(found, expected)
+
+
+def relayered(loss):
+    loss.value_network.torso[0] = nn.Linear(4, 8)
+    return loss
+
+
+def given_another_network(loss):
+    loss.value_network = copy.deepcopy(loss.value_network)
+    return loss
+
+
+@pytest.mark.parametrize("change", [relayered, given_another_network])
+def test_a_replaced_layer_or_network_computes_with_the_parameters_of_the_loss(change):
+    torch.manual_seed(0)
+    loss = CategoricalDQNLoss(RainbowNetwork(4, 2, support=(-1.0, 1.0), hidden=(8,)), backup=AvoidBackup())
+    batch = make_batch()
+    expected = loss(batch.clone())["loss"]
+    found = change(loss)(batch.clone())["loss"]
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    assert all(parameter.grad is not None for parameter in loss.value_network_params.parameters())
+
+
+class Counter(nn.Module):
+    """Assigns its buffer anew, instead of writing into it."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return self.layer(x)
+
+
+def test_a_buffer_that_the_network_assigns_anew_belongs_to_the_parameters():
+    loss = SafetyDQNLoss(TensorDictModule(Counter(), ["observation"], ["action_value"]), backup=AvoidBackup())
+    for _ in range(3):
+        loss(make_batch())
+    assert loss.target_value_network_params["module", "count"].item() == 3
+    assert loss.state_dict()["target_value_network_params.module.count"].item() == 3
+    assert loss.value_network.module.count.item() == 0

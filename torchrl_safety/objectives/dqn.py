@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,9 +132,14 @@ class _ActionValueLoss(BackupLoss, LossModule):
         """The network's output `[*, A, N]` in which the value is learned, of the states that `place` names."""
         return self._form(self._evaluate(params, tensordict, place))
 
+    def _swapped(self, params: TensorDictParams) -> AbstractContextManager:
+        if self._swap.network is not self.value_network:
+            self._swap = ParameterSwap(self.value_network)
+        return self._swap(params)
+
     def _evaluate(self, params: TensorDictParams, tensordict: TensorDictBase, place: Place) -> TensorDictBase:
         source = network_input(tensordict, self._state_keys(), place)
-        with self._swap(params):
+        with self._swapped(params):
             return self.value_network(source)
 
 
@@ -329,7 +335,7 @@ class CategoricalDQNLoss(_ActionValueLoss):
         if logits is None or self.value_network.out_keys[0] != self.tensor_keys.value_logits:
             return super()._learned(params, tensordict, place)
         inputs = [read(tensordict, place(key), INPUT_REMEDY) for key in self._state_keys()]
-        with self._swap(params):  # without the action values, which nothing reads here
+        with self._swapped(params):  # without the action values, which nothing reads here
             return logits(*inputs)
 
     def _distance(self, found: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
