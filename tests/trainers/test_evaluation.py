@@ -521,3 +521,16 @@ def test_an_episode_evaluator_meets_the_same_episodes_each_time():
     assert measure(pushes).returns.tolist() == first.returns.tolist()
     other = EpisodeEvaluator(env, episodes=5, max_steps=50, seed=4, safety_margin=None, reward="reward")
     assert other(pushes).returns.tolist() != first.returns.tolist()
+
+
+@pytest.mark.parametrize("name", ["safety_margin", "target_margin", "reward"])
+def test_what_is_not_one_number_for_each_episode_is_refused(name):
+    env = DoubleIntegratorEnv(3, problem="reach_avoid")
+    with pytest.raises(ValueError, match=rf"the {name} 'observation' has shape \[3, 2\]; give one number"):
+        evaluate(
+            env,
+            lambda td: td.set("action", torch.ones(3, dtype=torch.int64)),
+            episodes=3,
+            max_steps=2,
+            **{name: "observation"},
+        )

@@ -180,7 +180,7 @@ def evaluate(
 
     Raises:
         ValueError: for a setting out of range, not exactly one of `starts` and `episodes`, starts that the
-            environment cannot take, or a target without a safety margin.
+            environment cannot take, a target without a safety margin, or a margin or reward of another shape.
         KeyError: if a reset or a step does not write a margin, or a step the reward.
 
     Example:
@@ -283,6 +283,16 @@ class _Keys(NamedTuple):
         remedy = f"Let the environment write it in _reset and in _step, or name its key with {name}=..."
         return read(tensordict, getattr(self, name.removesuffix("_key")), remedy)
 
+    def read_like(self, done: Tensor, tensordict: TensorDictBase, name: str) -> Tensor:
+        """One number for each episode: others would be counted as those of other episodes."""
+        value = self.read(tensordict, name)
+        if value.shape != done.shape:
+            raise ValueError(
+                f"the {name} {getattr(self, name)!r} has shape {list(value.shape)}; give one number for each "
+                f"environment, {list(done.shape)}"
+            )
+        return value
+
 
 def _run(
     env: EnvBase,
@@ -298,10 +308,10 @@ def _run(
     safe = reached = returns = None
     if keys.safety_margin is not None:
         is_written = keys.safety_margin not in on_reward
-        safe = keys.read(root, "safety_margin") >= 0 if is_written else torch.ones_like(over)
+        safe = keys.read_like(over, root, "safety_margin") >= 0 if is_written else torch.ones_like(over)
     if keys.target_margin is not None:
         is_written = keys.target_margin not in on_reward
-        reached = keys.read(root, "target_margin") >= 0 if is_written else torch.zeros_like(over)
+        reached = keys.read_like(over, root, "target_margin") >= 0 if is_written else torch.zeros_like(over)
         reached = reached if safe is None else reached & safe
     states = [] if keys.state is None else [keys.read(root, "state_key")]
     for _ in range(max_steps):
@@ -310,11 +320,11 @@ def _run(
         transition, root = env.step_and_maybe_reset(policy(root))
         after = transition["next"]
         if safe is not None:
-            safe = safe & (over | (keys.read(after, "safety_margin") >= 0))
+            safe = safe & (over | (keys.read_like(over, after, "safety_margin") >= 0))
         if reached is not None and safe is not None:
-            reached = reached | (~over & safe & (keys.read(after, "target_margin") >= 0))
+            reached = reached | (~over & safe & (keys.read_like(over, after, "target_margin") >= 0))
         if keys.reward is not None:
-            gained = keys.read(after, "reward").masked_fill(over, 0)
+            gained = keys.read_like(over, after, "reward").masked_fill(over, 0)
             returns = gained if returns is None else returns + gained
         length = length + ~over
         if states:
