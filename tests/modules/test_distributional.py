@@ -216,3 +216,11 @@ def test_statistics_read_nothing_back_from_an_accelerator():
     """A meta tensor has no values that a host could read."""
     found = distribution_statistics(torch.zeros(4, 3, 13, device="meta"), torch.zeros(13, device="meta"))
     assert {value.device.type for value in found.values()} == {"meta"}
+
+
+def test_no_atom_is_read_from_masses_that_are_no_numbers():
+    """With a support that begins at 0, the smallest atom would read as safe."""
+    probs = torch.tensor([[0.5, 0.5], [math.nan, math.nan]])
+    found = categorical_quantile(probs, torch.tensor([0.0, 1.0]), 0.9)
+    assert found[0] == 1
+    assert found[1].isnan()

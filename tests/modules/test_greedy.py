@@ -186,3 +186,14 @@ def test_the_distribution_is_found_in_a_wrapped_network():
     halve = TensorDictModule(lambda x: x / 2, ["pixels"], ["observation"])
     policy = greedy_policy(TensorDictSequential(halve, make()), risk="cvar", level=0.1)
     assert policy(TensorDict({"pixels": torch.rand(5, 2)}, [5]))["action_cvar"].shape == (5, 3)
+
+
+def test_the_support_of_the_worst_outcomes_is_that_of_the_network_however_it_came_there():
+    source = make(support=(5.0, 6.0))
+    network = make(device="meta")
+    policy = greedy_policy(network, risk="cvar", level=0.3)
+    policy.to_empty(device="cpu")
+    network.load_state_dict(source.state_dict(), assign=True)
+    states = observe(5)
+    expected = greedy_policy(source, risk="cvar", level=0.3)(states.clone())["action_cvar"]
+    assert torch.equal(policy(states)["action_cvar"], expected)

@@ -20,7 +20,7 @@ def categorical_quantile(probs: Tensor, support: Tensor, level: float) -> Tensor
         level: :math:`\alpha` in (0, 1]; 0.5 is the (lower) median, 1 the largest atom with any mass.
 
     Returns:
-        The quantile, `[*B]`, in the unit of the value.
+        The quantile, `[*B]`, in the unit of the value; NaN where a mass is NaN.
 
     Raises:
         ValueError: for a `level` outside (0, 1], or a support of another size.
@@ -36,7 +36,8 @@ def categorical_quantile(probs: Tensor, support: Tensor, level: float) -> Tensor
     # A sum of N masses is exact to this relative error; without it an atom that ends at the level would be passed over.
     reached = level * (1 - probs.shape[-1] * torch.finfo(probs.dtype).eps)
     index = (cumulative < reached).sum(-1, keepdim=True).clamp_max(probs.shape[-1] - 1)
-    return support.expand_as(probs).gather(-1, index).squeeze(-1)
+    atom = support.expand_as(probs).gather(-1, index).squeeze(-1)
+    return atom.where(~cumulative[..., -1].isnan(), torch.nan)
 
 
 def categorical_cvar(probs: Tensor, support: Tensor, level: float) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Categorical, TensorSpec
 from torchrl.modules import QValueModule
 
-from torchrl_safety.modules.distributional import categorical_cvar
 from torchrl_safety.modules.rainbow import RainbowNetwork
 
 
@@ -69,7 +69,7 @@ def greedy_policy(
     if level is not None:
         rainbow = _categorical(network)
         value_key = "action_cvar"
-        steps.append(TensorDictModule(_CVaR(rainbow.support, level), [rainbow.out_keys[0]], [value_key]))
+        steps.append(TensorDictModule(_CVaR(rainbow, level), [rainbow.out_keys[0]], [value_key]))
     steps.append(
         QValueModule(
             action_space="categorical",
@@ -84,18 +84,16 @@ def greedy_policy(
 
 
 class _CVaR(nn.Module):
-    """A module, so that a copy on another device has its support there; it adds nothing to the policy's state."""
+    """Reads the support in the network, so that whatever moves or loads that is seen; it has no state of its own."""
 
-    support: Tensor
-
-    def __init__(self, support: Tensor | None, level: float) -> None:
+    def __init__(self, network: RainbowNetwork, level: float) -> None:
         super().__init__()
-        self.register_buffer("support", support, persistent=False)
-        self.level = level
-        self(self.support.new_zeros(self.support.shape))  # refuses a level out of range now
+        self._network, self.level = (network,), level  # in a tuple, for it is a step of the policy already
+        assert network.support is not None
+        self(torch.zeros_like(network.support))  # refuses a level out of range now
 
     def forward(self, logits: Tensor) -> Tensor:
-        return categorical_cvar(logits.softmax(-1), self.support, self.level)
+        return self._network[0].cvar(logits, self.level)
 
 
 def _of_action(logits: Tensor, action: Tensor) -> Tensor:
