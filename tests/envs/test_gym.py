@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import gymnasium
 import numpy as np
 import pytest
@@ -50,6 +52,7 @@ class Recorder(gymnasium.Env):
 
 
 SHARED = Recorder()
+MAKERS = itertools.cycle([2, 3])
 
 
 def count_margin(env, observation, info) -> float:
@@ -208,10 +211,10 @@ def test_a_missing_entry_of_info_is_an_error_that_names_it():
         env.reset()
 
 
-@pytest.mark.parametrize("margin", [None, "x", [1.0, 2.0]])
+@pytest.mark.parametrize("margin", [None, "x", [1.0, 2.0], float("nan")])
 def test_a_margin_that_is_no_number_is_an_error_that_names_it(margin):
     env = SafetyGymEnv(Recorder, safety_margin=lambda *_: margin)
-    with pytest.raises(ValueError, match=r"safety_margin is .* in environment 0: give one number"):
+    with pytest.raises(ValueError, match=r"safety_margin is .* in environment 0: give (one|a) number"):
         env.reset()
 
 
@@ -307,6 +310,11 @@ def test_an_episode_that_has_ended_or_not_begun_cannot_be_stepped():
         ({"env": 3}, ValueError, "env=3 must be an id"),
         ({"env": lambda: "text"}, ValueError, "made a str"),
         ({"env": lambda: SHARED, "num_envs": 2}, ValueError, "the same environment twice"),
+        (
+            {"env": lambda: Recorder(action_space=spaces.Discrete(next(MAKERS))), "num_envs": 2},
+            ValueError,
+            "different action spaces",
+        ),
         ({"num_envs": 0}, ValueError, "num_envs=0"),
         ({"max_steps": 0}, ValueError, "max_steps=0"),
         ({"safety_margin": 3}, ValueError, "safety_margin=3 must be a function"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -104,6 +105,8 @@ class SafetyGymEnv(EnvBase):
         self.envs = _make_envs(env, num_envs, max_steps, env_settings)
         self.is_closed = False
         actions = self.envs[0].action_space
+        if any(one.action_space != actions for one in self.envs):
+            raise ValueError(f"env={env!r} made environments of different action spaces: it must make the same ones")
         self._discrete = _is_discrete(actions)
         self._action_shape = torch.Size((num_envs, *actions.shape))
         if self._discrete:  # as integers of Python, with which comparing is cheap
@@ -224,6 +227,8 @@ class SafetyGymEnv(EnvBase):
                 arrays[name][row, 0] = margin.item() if isinstance(margin, np.ndarray) else float(margin)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name} is {margin!r} in environment {row}: give one number") from error
+            if math.isnan(arrays[name][row, 0]):  # below 0 to some readers, not to others
+                raise ValueError(f"{name} is NaN in environment {row}: give a number")
 
     def _advance(self, actions: Sequence[Any], rows: Sequence[int]) -> Arrays:
         """Steps the environments in `rows` and returns the entries of all at next."""
@@ -347,7 +352,7 @@ def _make_envs(env: str | Callable[..., Any], num_envs: int, max_steps: int | No
         limit: dict[str, Any] = {} if max_steps is None else {"max_episode_steps": max_steps}
         try:
             return [gymnasium.make(env, **limit, **settings) for _ in range(num_envs)]
-        except gymnasium.error.DependencyNotInstalled as error:
+        except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
             raise ImportError(f"env={env!r} lacks a dependency ({error}): pip install 'torchrl-safety[gym]'") from error
         except gymnasium.error.Error as error:
             raise ValueError(
