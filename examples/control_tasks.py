@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from torch import nn
+from torchrl.data import Categorical
 from torchrl.envs import EnvBase
 
 from torchrl_safety.envs import (
@@ -60,11 +61,35 @@ def make_env(cfg: DictConfig, num_envs: int, **settings: Any) -> EnvBase:
     given = {key: value for key, value in cfg.env.items() if key not in ("name", "grid", "support")}
     settings = {"seed": cfg.seed, "device": cfg.device, **given, **settings}
     make, problem = ENVS[cfg.env.name], cfg.problem.name
-    if cfg.env.name == "gymnasium":
-        return make(settings.pop("id"), num_envs, **settings)
-    if cfg.env.name in NATIVE and problem == "return":
+    if cfg.env.name in GYMNASIUM:
+        return make_gymnasium(cfg, num_envs, settings)
+    if problem == "return":
         problem = "avoid"  # its reward is there in either
     return make(num_envs, problem=problem, **settings)
+
+
+def make_gymnasium(cfg: DictConfig, num_envs: int, settings: dict[str, Any]) -> EnvBase:
+    """A Gymnasium environment, from which a value of single actions can be learned for ``cfg.problem``."""
+    name, problem = cfg.env.name, cfg.problem.name
+    given = {"problem": problem} if name != "gymnasium" else {"env": settings.pop("id")}
+    try:
+        env = ENVS[name](num_envs=num_envs, **given, **settings)
+        start = env.reset()
+    except (TypeError, AssertionError, KeyError) as error:  # with which Gymnasium and its environments refuse settings
+        raise ValueError(f"env={name} cannot be made or begun ({error.args[0]}): correct its settings") from error
+    env.set_seed(settings["seed"])
+    if not isinstance(env.action_spec, Categorical):
+        raise ValueError(f"env={name} has continuous actions: choose one with discrete actions, e.g. env.id=Acrobot-v1")
+    margins = {"avoid": ["safety_margin"], "reach_avoid": ["safety_margin", "target_margin"], "return": []}[problem]
+    missing = [key for key in ("observation", *margins) if key not in start]
+    if missing:
+        raise ValueError(
+            f"env={name} has no {' and no '.join(missing)}, which problem={problem} needs: name an entry of info with "
+            f"env.{missing[0]}=..., or choose problem=return"
+            if missing[0] != "observation"
+            else f"env={name} has the observations {sorted(env.observation_spec.keys())}, not one: choose another"
+        )
+    return env
 
 
 class ExactSet:

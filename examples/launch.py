@@ -26,7 +26,7 @@ def start(cfg: DictConfig, train: Train, *, kept: Sequence[str], show: Show | No
     Where `show` is given and ``cfg.evaluate`` names the folder of a run, that is shown instead.
 
     A resumed run keeps its folder and its options; only those not in `kept` may be given anew. What the options get
-    wrong (ValueError, OSError) ends the program with one line.
+    wrong (ValueError, OSError), or what is not installed, ends the program with one line.
 
     Args:
         cfg: the options, with an entry ``resume`` (a folder of a run, one of its checkpoints, or null).
@@ -44,7 +44,7 @@ def start(cfg: DictConfig, train: Train, *, kept: Sequence[str], show: Show | No
             train(*_resumed(cfg, kept))
     except CheckpointError as error:
         fault = f"{error}; give the options that the run has, or another checkpoint of {cfg.resume}"
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         fault = " ".join(str(error).split())
     else:
         return

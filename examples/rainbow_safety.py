@@ -50,6 +50,13 @@ KEPT = "env problem seed num_envs n_steps buffer_size prioritized alpha noisy du
 
 def check(cfg: DictConfig) -> None:
     check_shared(cfg, problems=BACKUPS, envs=ENVS)
+    if cfg.env.get("support"):  # where the options of a problem look for its range
+        check_options(cfg, choices={"env.end_criterion": cfg.env.support})
+        if cfg.problem.name not in cfg.env.support[cfg.env.end_criterion]:
+            raise ValueError(
+                f"env={cfg.env.name} with end_criterion={cfg.env.end_criterion} has no problem {cfg.problem.name}: "
+                f"choose one of {list(cfg.env.support[cfg.env.end_criterion])}"
+            )
     check_options(
         cfg,
         choices={

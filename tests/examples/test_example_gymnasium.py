@@ -133,6 +133,27 @@ def test_any_id_trains_for_return(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["mean_return"] == -30
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["env.id=Pendulum-v1"], "continuous actions"),
+        (["problem=avoid"], "no safety_margin, which problem=avoid needs"),
+        (["problem=avoid", "env.safety_margin=g_x"], "safety_margin='g_x' is not in info"),
+        (["env=lunar_lander", "++env.gravity=-20"], "must be between -12 and 0"),
+        (["++env.no_such_setting=1"], "no_such_setting"),
+        (["env.id=no_such_module:Env-v0"], "no_such_module"),
+        (["env=cartpole", "problem=reach_avoid"], "env=cartpole with end_criterion=env has no problem reach_avoid"),
+        (["env=lunar_lander", "env.end_criterion=timeout"], "env.end_criterion is 'timeout'; choose one of"),
+    ],
+)
+def test_an_environment_that_does_not_fit_is_one_line(tmp_path, options, words):
+    code, _, err = run("rainbow_safety", tmp_path / "run", *SHORT, "env=gymnasium", *options)
+    assert code == 1
+    assert err.startswith("error: ")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_set_read_with_caution_shrinks_with_the_level(tmp_path):
     options = ["frames=1500", "num_envs=16", "hidden=[16]", "warmup_frames=256", "batch_size=32", "buffer_size=1024"]
     options += ["env.grid.nodes=21", "rollouts=4", "rollout_steps=5", "evaluations=1"]
