@@ -85,4 +85,4 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         found = measure(policy, value)
         title = f"ppo, {cfg.env.name}, {cfg.problem.name} game, seed {cfg.seed}: "
         torch.save(policy.state_dict(), folder / "model.pt")
-        run.finish(found.scores, figures={"value_map": measure.picture(found, title)}, **facts)
+        run.finish(found.scores, draw=lambda: {"value_map": measure.picture(found, title)}, **facts)

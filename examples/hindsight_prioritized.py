@@ -236,8 +236,9 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             run.save_if_due()
         if measure:
             found = measure(policy, best_value)
-            figures = {"value_map": measure.picture(found, labels=cfg.env.grid.labels)}
-            run.finish(found.scores, figures=figures, **facts)
+            run.finish(
+                found.scores, draw=lambda: {"value_map": measure.picture(found, labels=cfg.env.grid.labels)}, **facts
+            )
         else:
             run.finish({"success_rate": success_rate(cfg, policy)}, **facts)
 

@@ -165,8 +165,11 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             run.save_if_due()
         found = measure(actor, value)
         title = f"{facts['algorithm']}, {cfg.env.name}, {cfg.problem.name}, seed {cfg.seed}: "
-        figures = {"value_map": measure.picture(found, labels=cfg.env.grid.labels, title=title)}
-        run.finish(found.scores, figures=figures, **facts)
+        run.finish(
+            found.scores,
+            draw=lambda: {"value_map": measure.picture(found, labels=cfg.env.grid.labels, title=title)},
+            **facts,
+        )
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         found = measure(policy, best_value(policy))
         title = f"{cfg.env.name}, {cfg.problem.name}, seed {cfg.seed}, {run.frames:,} frames: "
         torch.save(network.state_dict(), folder / MODEL)
-        run.finish(found.scores, figures=measure.conclude(found, network, title, folder), **facts)
+        run.finish(found.scores, draw=lambda: measure.conclude(found, network, title, folder), **facts)
 
 
 def show(cfg: DictConfig, folder: Path) -> None:

@@ -186,7 +186,7 @@ def test_the_end_of_a_run_is_a_table_a_summary_and_pictures(tmp_path, capsys):
         run.report(found.scores, loss=0.125)
         run.warn("something odd")
         run.finish(
-            found.scores, figures={"value_map": measure.picture(found, labels=("x", "v"))}, seed=3, problem="avoid"
+            found.scores, draw=lambda: {"value_map": measure.picture(found, labels=("x", "v"))}, seed=3, problem="avoid"
         )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary == {
@@ -213,10 +213,21 @@ def test_a_run_that_reported_nothing_has_no_curves_and_its_value_map_still(tmp_p
     found = measure(lambda td: td.set("action", torch.ones(2, dtype=torch.int64)), lambda states: states[..., :1])
     with begin(tmp_path) as run:
         run.advance(100)
-        run.finish(found.scores, figures={"value_map": measure.picture(found, labels=("x", "v"))}, seed=0)
+        run.finish(found.scores, draw=lambda: {"value_map": measure.picture(found, labels=("x", "v"))}, seed=0)
     assert (tmp_path / "value_map.png").exists()
     assert not (tmp_path / "curves.png").exists()
     assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_a_picture_that_fails_loses_no_summary(tmp_path):
+    def fail():
+        raise OSError("no space left")
+
+    with begin(tmp_path) as run:
+        run.advance(100)
+        with pytest.raises(OSError, match="no space left"):
+            run.finish({"iou": 0.5}, draw=fail, seed=0)
+    assert json.loads((tmp_path / "summary.json").read_text())["iou"] == 0.5
 
 
 def test_rows_may_have_different_columns(tmp_path):

@@ -9,7 +9,7 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class TrainingRun:
     """A run in its folder; a context in which an interrupt waits for the end of the step.
 
     Writes ``config.yaml``, ``metrics.csv``, TensorBoard's events, checkpoints, and at the end ``summary.json``,
-    ``curves.png`` and the figures that :meth:`finish` is given.
+    ``curves.png`` and the figures that :meth:`finish` is told to draw.
 
     Args:
         folder: where everything goes.
@@ -196,13 +196,17 @@ class TrainingRun:
             sys.exit(130)
 
     def finish(
-        self, scores: Mapping[str, float | None], *, figures: Mapping[str, Figure] | None = None, **facts: str | int
+        self,
+        scores: Mapping[str, float | None],
+        *,
+        draw: Callable[[], Mapping[str, Figure]] | None = None,
+        **facts: str | int,
     ) -> None:
-        """The table, the pictures and ``summary.json``.
+        """``summary.json``, the pictures and the table, in this order: a picture that fails loses no result.
 
         Args:
             scores: what was measured at the end.
-            figures: file name without its ending -> matplotlib figure.
+            draw: makes the figures, file name without its ending -> matplotlib figure.
             **facts: further entries of the summary: seed, problem, environment.
         """
         self._progress.seconds = time.perf_counter() - self._started
@@ -215,7 +219,7 @@ class TrainingRun:
             **facts,
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        for name, figure in (figures or {}).items():
+        for name, figure in (draw() if draw is not None else {}).items():
             figure.savefig(self.folder / f"{name}.png", dpi=120)
             self._writer.add_figure(name, figure, self.frames)
         if self.rows:
