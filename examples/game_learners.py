@@ -26,6 +26,8 @@ from torchrl_safety.objectives import (
     IsaacsSACLoss,
 )
 
+PLAYERS = ("controller", "disturbance")
+
 
 class Learner(NamedTuple):
     """A loss and what it trains."""
@@ -33,6 +35,10 @@ class Learner(NamedTuple):
     loss: LossModule
     policy: TensorDictModuleBase
     """Writes the actions of both players."""
+    controller: TensorDictModuleBase
+    """Writes the control alone."""
+    disturbance: TensorDictModuleBase
+    """Writes the disturbance alone, which may read the control."""
     value: Callable[[torch.Tensor], torch.Tensor]
     """The value `[*, 1]` of states `[*, S]` under the policy."""
     rates: dict[str, float]
@@ -70,7 +76,8 @@ def _dqn(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None
     def value(states: torch.Tensor) -> torch.Tensor:
         return policy(TensorDict({"observation": states}, states.shape[:-1]))["chosen_action_value"]
 
-    return Learner(loss, policy, value, {"value_network": cfg.lr.critic})
+    players = [greedy_game_policy(network, num_disturbances=disturbances, player=name) for name in PLAYERS]
+    return Learner(loss, policy, *players, value, {"value_network": cfg.lr.critic})
 
 
 class JointValue(nn.Module):
@@ -153,7 +160,7 @@ def _sac(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None
     rates = {"actor_network": cfg.lr.controller, "disturbance_network": cfg.lr.disturbance}
     rates |= {"qvalue_network": cfg.lr.critic}
     rates |= dict.fromkeys(["log_alpha", "log_alpha_disturbance"], cfg.lr.alpha)
-    return Learner(loss, policy, value, rates)
+    return Learner(loss, policy, controller, disturbance, value, rates)
 
 
 class Logits(nn.Module):
@@ -207,4 +214,5 @@ def _ppo(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None
 
     rates = {"actor_network": cfg.lr.controller, "disturbance_loss": cfg.lr.disturbance}
     rates |= {"critic_network": cfg.lr.critic}
-    return Learner(loss, TwoPlayerPolicy(controller, disturbance, second_mover=algo.second_mover), value, rates)
+    policy = TwoPlayerPolicy(controller, disturbance, second_mover=algo.second_mover)
+    return Learner(loss, policy, controller, disturbance, value, rates)

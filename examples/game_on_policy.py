@@ -22,7 +22,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     env = make_env(cfg, cfg.num_envs, discrete=True)
-    loss, policy, value, rates = make_learner(cfg, env)
+    loss, policy, _, _, value, rates = make_learner(cfg, env)
     compute = torch.compile(loss, fullgraph=True) if cfg.compile else loss
 
     batch_frames = cfg.num_envs * cfg.algo.steps

@@ -14,7 +14,7 @@ import game_on_policy
 import hydra
 import torch
 from control_tasks import NATIVE, ExactSet, make_env
-from game_learners import make_learner
+from game_learners import Learner, make_learner
 from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
@@ -24,7 +24,7 @@ from torchrl.objectives import SoftUpdate
 
 from torchrl_safety.data import LeanReplayBuffer, NStepTransform
 from torchrl_safety.modules import reset_noise
-from torchrl_safety.trainers import StepGamma, TrainingRun, UpdatePeriods, check_options, parameter_groups
+from torchrl_safety.trainers import League, StepGamma, TrainingRun, UpdatePeriods, check_options, parameter_groups
 
 KEPT = "env problem algo seed num_envs n_steps buffer_size hidden"
 PLAYERS = ("action", "disturbance")
@@ -60,12 +60,22 @@ def check(cfg: DictConfig) -> None:
     check_shared(cfg, problems=("avoid", "reach_avoid"), envs=NATIVE)
     check_options(cfg, choices={"algo.name": WANTED}, flags="compile", shares="lr.final", positive="lr.final")
     check_options(cfg, numbers="problem.level", intervals="problem.support")
+    check_options(
+        cfg,
+        shares="league.share",
+        whole="league.envs league.controllers league.disturbances league.frames_per_step league.interval",
+        amounts="league.rationality",
+    )
     check_options(cfg, **WANTED[cfg.algo.name])
     if cfg.algo.name == "ppo":
         if cfg.algo.minibatch > cfg.num_envs * cfg.algo.steps:
             raise ValueError(
                 f"algo.minibatch={cfg.algo.minibatch} is more than a batch of num_envs={cfg.num_envs} times "
                 f"algo.steps={cfg.algo.steps}; lower it"
+            )
+        if cfg.league.share:
+            raise ValueError(
+                f"league.share is {cfg.league.share}, but PPO learns from what its own players did; set it to 0"
             )
         return
     check_options(
@@ -93,7 +103,9 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     env = make_env(cfg, cfg.num_envs, discrete=cfg.algo.name == "dqn")
-    loss, policy, value, rates = make_learner(cfg, env)
+    learner = make_learner(cfg, env)
+    loss, policy, value, rates = learner.loss, learner.policy, learner.value, learner.rates
+    league = make_league(cfg, learner)
     compute = torch.compile(loss, fullgraph=True) if cfg.compile else loss
     backup = loss.backup
 
@@ -120,7 +132,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     measure = ExactSet(cfg, backup, discrete=cfg.algo.name == "dqn")
     facts = {"algorithm": cfg.algo.name, "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "buffer": buffer, "env": env}
-    components |= {} if turns is None else {"turns": turns}
+    components |= {name: part for name, part in (("turns", turns), ("league", league)) if part is not None}
 
     with TrainingRun(
         folder,
@@ -132,8 +144,14 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         device=cfg.device,
         **components,
     ) as run:
+        standing: dict[str, float] = {}  # of the league
         while run.frames < cfg.frames:
             acting = explore(env, policy, run.state, share=at_random(cfg, run.frames))
+            if league is not None and run.frames >= cfg.warmup_frames:
+                if (told := league.step(run.frames)) is not None:
+                    standing = told
+                guests = int(cfg.league.share * cfg.num_envs)  # environments in which a past disturbance plays
+                acting["disturbance"][:guests] = league.opponent(acting.clone())["disturbance"][:guests]
             transition, run.state = env.step_and_maybe_reset(acting)
             buffer.extend(transition.select(*stored))
             run.advance(cfg.num_envs)
@@ -154,6 +172,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 run.report(
                     measure(policy, value).scores,
                     gamma=gamma.gamma,
+                    **standing,
                     **{key: term.item() for key, term in losses.items()},
                 )
             run.save_if_due()
@@ -161,6 +180,22 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         title = f"{cfg.algo.name}, {cfg.env.name}, {cfg.problem.name} game, seed {cfg.seed}: "
         torch.save(policy.state_dict(), folder / "model.pt")
         run.finish(found.scores, draw=lambda: {"value_map": measure.picture(found, title)}, **facts)
+
+
+def make_league(cfg: DictConfig, learner: Learner) -> League | None:
+    """Past players, against which a share of the data is collected."""
+    if not cfg.league.share:
+        return None
+    settings = {key: value for key, value in cfg.league.items() if key not in ("share", "envs")}
+    return League(
+        make_env(cfg, cfg.league.envs, discrete=cfg.algo.name == "dqn"),
+        learner.controller,
+        learner.disturbance,
+        max_steps=cfg.rollout_steps,
+        problem=cfg.problem.name,
+        init_key="step_count",
+        **settings,
+    )
 
 
 def at_random(cfg: DictConfig, frames: int) -> float:
