@@ -24,6 +24,7 @@ from torchrl_safety.objectives import (
     BackupEstimators,
     DiscountedReturnBackup,
     NStepBackupEstimator,
+    OpponentBackup,
     ReachAvoidBackup,
     TD0BackupEstimator,
     TDLambdaBackupEstimator,
@@ -136,6 +137,8 @@ def monte_carlo(backup, steps, bootstrap):
     """The undiscounted value of steps up to an end, or (bootstrap given) of steps that go on to that value."""
     g, l, r = ([step[name] for step in steps] for name in SIGNALS)  # noqa: E741
     on = bootstrap is not None
+    if isinstance(backup, OpponentBackup):
+        return -monte_carlo(backup.backup, steps, -bootstrap if on else None)
     if repr(backup) == "AvoidBackup()":
         return min(g + [bootstrap] * on)
     if repr(backup) == "ReachBackup()":
