@@ -113,7 +113,13 @@ def test_every_variant_trains(tmp_path, variant):
     assert code == 0, err
     row = metrics(tmp_path / "run")[-1]
     assert ("sigma" in row) == ("noisy" in PARTS[variant])
-    assert float(row["epsilon"]) == (0 if "noisy" in PARTS[variant] else pytest.approx(0.01))
+    assert float(row["epsilon"]) == pytest.approx(0.01)
+
+
+def test_noise_may_explore_alone(tmp_path):
+    options = [*SHORT, "epsilon.with_noise=false", "video=false"]
+    assert run("rainbow_safety", tmp_path / "run", *options).code == 0
+    assert [float(row["epsilon"]) for row in metrics(tmp_path / "run")] == [0, 0]
 
 
 @pytest.mark.parametrize(("env", "problem"), [("lunar_lander", "reach_avoid"), ("cartpole", "avoid")])
