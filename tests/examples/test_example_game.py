@@ -29,6 +29,11 @@ LEARNERS = {
 }
 
 
+COMMON = ("categorical", "league", "ppo")
+"""Those that are run each time."""
+EVERY = [pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow) for name in LEARNERS]
+
+
 @pytest.fixture(scope="module")
 def finish(tmp_path_factory):
     made = {}
@@ -44,7 +49,7 @@ def finish(tmp_path_factory):
     return finish
 
 
-@pytest.mark.parametrize("learner", LEARNERS)
+@pytest.mark.parametrize("learner", EVERY)
 def test_a_run_leaves_its_table_pictures_metrics_model_and_summary(finish, learner):
     folder, (_, out, _) = finish(learner)
     summary = json.loads((folder / "summary.json").read_text())
@@ -57,7 +62,7 @@ def test_a_run_leaves_its_table_pictures_metrics_model_and_summary(finish, learn
     assert torch.load(folder / "model.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("learner", LEARNERS)
+@pytest.mark.parametrize("learner", EVERY)
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(finish, tmp_path, learner):
     whole, _ = finish(learner)
     folder = shutil.copytree(whole, tmp_path / "run")

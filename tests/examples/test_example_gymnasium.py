@@ -107,7 +107,14 @@ def test_a_variant_is_dqn_and_its_own_parts(variant):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", [name for name in PARTS if name != "rainbow"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=[] if name in ("dqn", "noisy_dueling_ddqn") else pytest.mark.slow)
+        for name in PARTS
+        if name != "rainbow"
+    ],
+)
 def test_every_variant_trains(tmp_path, variant):
     code, _, err = run("rainbow_safety", tmp_path / "run", *SHORT, f"variant={variant}", "video=false")
     assert code == 0, err

@@ -620,7 +620,13 @@ def test_an_action_may_keep_its_trailing_dimension(case):
 # --- compiled ---
 
 
-@pytest.mark.parametrize("family", dict.fromkeys(case.family for case in LOSSES))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in ("DQN", "categorical DQN", "PPO") else pytest.mark.slow)
+        for family in dict.fromkeys(case.family for case in LOSSES)
+    ],
+)
 def test_compiles_without_graph_breaks_to_the_same_numbers(family):
     case = next(case for case in reversed(LOSSES) if case.family == family)
     compiles_to_the_same_numbers(case, case.build(backup=ReachAvoidBackup()), case.batch())
