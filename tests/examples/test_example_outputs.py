@@ -6,14 +6,8 @@ import json
 import math
 
 import pytest
-from runs import EXAMPLES, FRAMES, LEARNERS, SCRIPTS, SHORT, checkpoints, differences, final_state, metrics, passed, run
+from runs import FRAMES, LEARNERS, SCRIPTS, SHORT, checkpoints, differences, final_state, metrics, module, passed, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-
-def names_in(folder: str) -> set[str]:
-    """The configurations in a folder of the examples'."""
-    return {path.stem for path in (EXAMPLES / "configs" / folder).glob("*.yaml")}
-
 
 SCORES = ("iou", "false_safe", "false_unsafe", "safe_rate", "success_rate")
 
@@ -133,7 +127,7 @@ def test_every_part_can_be_switched(tmp_path, script, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", ["avoid", "reach_avoid"])
-@pytest.mark.parametrize("env", sorted(names_in("env") - names_in("preset/hindsight")))  # the latter have goals
+@pytest.mark.parametrize("env", sorted(module("control_tasks")["NATIVE"]))
 @pytest.mark.parametrize(
     ("script", "option"),
     [
