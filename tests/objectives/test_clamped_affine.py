@@ -259,10 +259,22 @@ def test_time_may_stand_in_any_dimension(suffix):
         assert torch.equal(expected, part)
 
 
-def test_a_mask_chooses_between_two_maps():
-    one, other = as_map((1.0, 0.0, -1.0, 1.0), (1.0, 0.0, -1.0, 1.0)), ClampedAffine.constant(column(9.0, 8.0))
-    mixed = one.where_else(torch.tensor([[True], [False]]), other)
-    assert mixed(column(0.5, 0.5)).squeeze(-1).tolist() == [0.5, 8.0]
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_value_through_the_steps_in_turn_is_that_of_their_composition(steps):
+    rows, values = stacked(random_rows(steps, seed=3)), torch.linspace(-3, 3, 7, dtype=torch.float64)
+    values = values.expand(*rows.slope.shape[:-2], 7)
+    torch.testing.assert_close(rows.in_turn(values), rows.compose()(values), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="does not fit a map of shape"):
+        rows.in_turn(values.squeeze(0)[..., 0])
+
+
+def test_an_ended_map_is_a_constant_where_the_mask_says_so():
+    step = as_map((1.0, 0.0, -1.0, 1.0), (1.0, 0.0, -1.0, 1.0))
+    ended = step.ended(torch.tensor([[False], [True]]), column(9.0, 8.0))
+    assert ended(column(0.5, 0.5)).squeeze(-1).tolist() == [0.5, 8.0]
+    assert ended(column(0.5, torch.nan)).squeeze(-1).tolist() == [0.5, 8.0]
+    for found, expected in zip(ended.parts, ClampedAffine.constant(column(9.0, 8.0)).parts):
+        assert found[1] == expected[1]
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1, 1), (1, 3), (2, 1)])
@@ -299,7 +311,7 @@ def test_maps_live_on_any_device():
 def algebra(step, other, value):
     """One of everything that maps with fields `[*B, T, 1]` do, on a value `[*B, 1]`."""
     both = ClampedAffine(*step.parts).after(other)
-    ends = ClampedAffine.constant(step.slope).where_else(step.slope > 1, both)
+    ends = both.ended(step.slope > 1, step.slope)
     partial = ends.scan(suffix=True)(ClampedAffine.identity_like(step.offset)(step.offset))
     return partial, both.compose()(value)
 

@@ -97,7 +97,7 @@ class Backup(ABC):
                     f"signal {name!r} has dtype {read[name].dtype}: margins and rewards are floating-point numbers; "
                     "convert it, e.g. with .float() (a flag is no margin: False would be 0, which is safe)"
                 )
-        return ClampedAffine.constant(self.terminal(read)).where_else(terminated.bool(), self.running(read, gamma))
+        return self.running(read, gamma).ended(terminated.bool(), self.terminal(read))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -105,7 +105,9 @@ class Backup(ABC):
 
 def _full(value: float | Tensor, like: Tensor) -> Tensor:
     """`value`, a number or a tensor, in the shape and precision of `like`."""
-    return value.to(like.dtype).expand_as(like) if isinstance(value, Tensor) else torch.full_like(like, value)
+    if not isinstance(value, Tensor):
+        return torch.full_like(like, value)
+    return value.to(like.dtype).expand_as(like)
 
 
 class AvoidBackup(Backup):

@@ -186,20 +186,32 @@ class ClampedAffine:
     def __matmul__(self, inner: ClampedAffine) -> ClampedAffine:
         return self.after(inner)
 
-    def where_else(self, mask: Tensor, other: ClampedAffine) -> ClampedAffine:
-        """This map where `mask` is true, `other` elsewhere."""
-        slope, offset, low, high = (_choose(mask, *pair) for pair in zip(self.parts, other.parts))
-        return self.of((slope, offset, low, high))
+    def ended(self, mask: Tensor, value: Tensor) -> ClampedAffine:
+        """The constant `value` `[*B, 1]` where `mask` `[*B, 1]` is true, this map elsewhere."""
+        slope, offset, low, high = self.parts
+        offset, low, high = (_choose(mask, value, part) for part in (offset, low, high))
+        return self.of((torch.where(mask, 0.0, slope), offset, low, high))
 
     def compose(self, time_dim: int = -2) -> ClampedAffine:
         r"""The composition :math:`F_0 \circ F_1 \circ \dots \circ F_{T-1}` over `time_dim`, which it removes."""
+        *outer, inner = self._steps(time_dim)
+        while outer:
+            inner = _compose(outer.pop(), inner)
+        return self.of(inner)
+
+    def in_turn(self, value: Tensor, time_dim: int = -2) -> Tensor:
+        """`self.compose(time_dim)(value)`, where one value is wanted and not the map: from the last step to the first."""
+        steps = self._steps(time_dim)
+        value = self.of(steps.pop())(value)
+        while steps:
+            value = _apply(steps.pop(), value)
+        return value
+
+    def _steps(self, time_dim: int) -> list[Parts]:
         steps = list(zip(*(part.unbind(time_dim) for part in self.parts)))
         if not steps:
             raise ValueError(f"nothing to compose: time dimension {time_dim} has length 0; pass at least one step")
-        inner = steps.pop()
-        while steps:
-            inner = _compose(steps.pop(), inner)
-        return self.of(inner)
+        return steps
 
     def scan(self, time_dim: int = -2, *, suffix: bool = False) -> ClampedAffine:
         r"""All partial compositions over `time_dim`, whose length is kept, in :math:`\lceil \log_2 T \rceil` rounds.

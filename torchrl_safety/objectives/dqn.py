@@ -28,8 +28,8 @@ from torchrl_safety.objectives.backup_loss import (
 )
 from torchrl_safety.objectives.backups import Backup, DiscountedReturnBackup
 from torchrl_safety.objectives.categorical import node_positions, project_positions
-from torchrl_safety.objectives.clamped_affine import ClampedAffine
 from torchrl_safety.objectives.parameter_swap import ParameterSwap
+from torchrl_safety.objectives.returns import n_step_return
 from torchrl_safety.objectives.signals import (
     check_choice,
     next_key,
@@ -350,22 +350,21 @@ class CategoricalDQNLoss(_ActionValueLoss):
         maps, valid = self.value_estimator.step_maps(tensordict)
         if self.n_step == "best" and valid is not None:
             maps = maps.scan()
-            probs = self._greedy_probs(tensordict, steps_key, maps)
+            probs = self._greedy_probs(tensordict, steps_key, maps.slope == 0)
             atoms = maps(self.support.expand_as(probs))
             means = (probs * atoms).sum(-1, keepdim=True).masked_fill(~valid, -torch.inf)
             best = means.argmax(-2, keepdim=True).expand_as(atoms[..., :1, :])
             probs, atoms = probs.gather(-2, best).squeeze(-2), atoms.gather(-2, best).squeeze(-2)
         else:
-            maps = maps.compose()
-            probs = self._greedy_probs(tensordict, next_key, maps)
-            atoms = maps(self.support.expand_as(probs))
+            probs = self._greedy_probs(tensordict, next_key, (maps.slope == 0).any(-2))
+            atoms = n_step_return(maps, self.support.expand_as(probs))
         positions = node_positions(atoms, self.support)
         middle = (len(self.support) - 1) / 2
         outside = (positions - middle).abs() > middle + 1e-4  # rounding at a margin that equals an end clips nothing
         return project_positions(positions, probs, len(self.support)), (probs * outside).sum(-1).mean()
 
-    def _greedy_probs(self, tensordict: TensorDictBase, place: Place, maps: ClampedAffine) -> Tensor:
-        """The target network's distribution of the greedy action in the states that `place` holds."""
+    def _greedy_probs(self, tensordict: TensorDictBase, place: Place, is_ignored: Tensor) -> Tensor:
+        """The target network's distribution `[*, N]` of the greedy action in the states that `place` holds."""
         logits = self._greedy_next(tensordict, place)
         if logits.shape[-1:] != self.support.shape:
             raise ValueError(
@@ -373,7 +372,7 @@ class CategoricalDQNLoss(_ActionValueLoss):
                 "the loss the support of its network"
             )
         # A constant map has one image under any distribution: what follows a terminal step may even be NaN.
-        return logits.softmax(-1).masked_fill(maps.slope == 0, 1 / logits.shape[-1])
+        return logits.softmax(-1).masked_fill(is_ignored, 1 / logits.shape[-1])
 
 
 def _check_support(support: Tensor) -> Tensor:

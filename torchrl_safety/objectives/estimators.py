@@ -21,7 +21,7 @@ from torchrl.objectives.value import TD0Estimator, ValueEstimatorBase
 
 from torchrl_safety.objectives.backups import Backup
 from torchrl_safety.objectives.clamped_affine import ClampedAffine
-from torchrl_safety.objectives.returns import lambda_return, skip_invalid
+from torchrl_safety.objectives.returns import lambda_return, n_step_return, skip_invalid
 from torchrl_safety.objectives.signals import STEPS, check_number, next_key, read, read_steps, refuse_unless
 
 _VALUE_REMEDY = (
@@ -239,7 +239,7 @@ class NStepBackupEstimator(BackupEstimator):
     ) -> Tensor:
         """The target `[*B, 1]` of each transition or window; `next_value` `[*B, 1]` is that of its last state."""
         maps, _valid = self.step_maps(tensordict)
-        return maps.compose()(self._value_after(tensordict, target_params, next_value))
+        return n_step_return(maps, self._value_after(tensordict, target_params, next_value))
 
     def best_estimate(self, tensordict: TensorDictBase, values: Tensor) -> Tensor:
         r"""The largest of the 1..k-step targets, :math:`\max_k (F_0 \circ \dots \circ F_{k-1})(V(s_k))` `[*B, 1]`.
@@ -279,7 +279,7 @@ class TD0BackupEstimator(BackupEstimator):
         """The target `[*B, 1]` of each transition; `next_value` `[*B, 1]`."""
         _refuse_windows(tensordict, "TD(0)")
         maps, _valid = self.step_maps(tensordict)
-        return maps.compose()(self._value_after(tensordict, target_params, next_value))
+        return n_step_return(maps, self._value_after(tensordict, target_params, next_value))
 
 
 @register_value_estimator(BackupEstimators.BACKUP_TDLAMBDA, default_kwargs={"gamma": 0.99, "lmbda": 0.95})

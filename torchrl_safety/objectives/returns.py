@@ -45,7 +45,7 @@ def n_step_return(
         >>> n_step_return(maps, torch.zeros(1))
         tensor([-0.1000])
     """
-    return skip_invalid(step_map, valid).compose(time_dim)(next_value)
+    return skip_invalid(step_map, valid).in_turn(next_value, time_dim)
 
 
 def skip_invalid(step_map: ClampedAffine, valid: Tensor | None) -> ClampedAffine:
@@ -53,7 +53,11 @@ def skip_invalid(step_map: ClampedAffine, valid: Tensor | None) -> ClampedAffine
     if valid is None:
         return step_map
     _check_time("valid", valid, step_map)
-    return step_map.where_else(valid.bool(), ClampedAffine.identity_like(step_map.slope))
+    counted = valid.bool()
+    slope, offset, low, high = (
+        torch.where(counted, part, neutral) for part, neutral in zip(step_map.parts, (1.0, 0.0, -torch.inf, torch.inf))
+    )
+    return ClampedAffine.of((slope, offset, low, high))
 
 
 def lambda_return(
