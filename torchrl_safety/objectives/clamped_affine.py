@@ -200,7 +200,7 @@ class ClampedAffine:
         return self.of(inner)
 
     def in_turn(self, value: Tensor, time_dim: int = -2) -> Tensor:
-        """`self.compose(time_dim)(value)`, where one value is wanted and not the map: from the last step to the first."""
+        """`self.compose(time_dim)(value)` at less cost, from the last step to the first."""
         steps = self._steps(time_dim)
         value = self.of(steps.pop())(value)
         while steps:
