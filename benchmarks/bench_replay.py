@@ -146,10 +146,11 @@ def test_tianshou_sampler_sample_and_update(benchmark, capacity, batch_size):
 
 
 @pytest.mark.parametrize("sampler", ["uniform", "ever", "buffer"])
+@pytest.mark.parametrize("kind", [TensorDictReplayBuffer, LeanReplayBuffer])
 @pytest.mark.benchmark(group="extend by 1,000 frames")
-def test_extend(benchmark, sampler):
+def test_extend(benchmark, kind, sampler):
     chosen = RandomSampler() if sampler == "uniform" else PrioritizedSampler(100_000, max_priority=sampler)
-    buffer, written = filled_buffer(100_000, 256, chosen, prioritized=sampler != "uniform"), frames(1000)
+    buffer, written = filled_buffer(100_000, 256, chosen, sampler != "uniform", kind), frames(1000)
 
     benchmark(lambda: buffer.extend(written))
 

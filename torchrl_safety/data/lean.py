@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
 from torchrl.data.replay_buffers.samplers import RandomSampler
 from torchrl.data.replay_buffers.storages.utils import _collate_id
+from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 
 from torchrl_safety.data.prioritized import PrioritizedSampler
 
@@ -21,14 +22,15 @@ _STORAGES = (LazyTensorStorage, TensorStorage)
 
 
 class LeanReplayBuffer(TensorDictReplayBuffer):
-    """A :class:`torchrl.data.TensorDictReplayBuffer` whose batches and priority updates cost less.
+    """A :class:`torchrl.data.TensorDictReplayBuffer` whose batches, priority updates and writes cost less.
 
     Same arguments, batches, random numbers, transforms and errors. What is saved is TorchRL's bookkeeping around them:
     a batch is gathered from the tensors of the storage, once each, and becomes a TensorDict together with its index
-    and weights; one priority an item goes to the sampler as it is. That holds for storages in memory with one
-    dimension (:class:`LazyTensorStorage`) and the samplers :class:`PrioritizedSampler` and
-    :class:`torchrl.data.RandomSampler`; anything else (memmap, lists, prefetch, `pin_memory`, sample units, ...) works
-    as in the parent and takes as long. With transforms a part of the saving remains.
+    and weights; one priority an item goes to the sampler as it is; frames are copied into neighbouring slots. That
+    holds for storages in memory with one dimension (:class:`LazyTensorStorage`) and the samplers
+    :class:`PrioritizedSampler` and :class:`torchrl.data.RandomSampler`; anything else (memmap, lists, prefetch,
+    `pin_memory`, sample units, ...) works as in the parent and takes as long. With transforms a part of the saving
+    remains.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -78,6 +80,48 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
                 batch = self._transform(batch)
         return batch, info
 
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> Tensor:
+        """As that of the parent."""
+        is_plain = type(tensordicts) is TensorDict and type(self._writer) is TensorDictRoundRobinWriter
+        if not is_plain or not self._is_lean() or self._writer._generation is not None:
+            return super().extend(tensordicts, update_priority=update_priority)
+        data = self._transform.inv(tensordicts) if self._transforms_samples() else tensordicts.copy()
+        if data is None:
+            return torch.zeros((0, 1), dtype=torch.long)
+        index = self._write(data)
+        if update_priority is not False and (priority := data.get(self.priority_key, None)) is not None:
+            try:
+                self.update_priority(index, priority)
+            except (ValueError, IndexError) as error:
+                raise RuntimeError(
+                    f"the frames are written, but their {self.priority_key!r} are no priorities: {error} Leave them "
+                    "out, or pass update_priority=False"
+                ) from error
+        return index
+
+    def _write(self, data: TensorDictBase) -> Tensor:
+        """Stores rows `[M]` in the next slots, which are returned; the data get them as `"index"`."""
+        storage, writer = self._storage, self._writer
+        with self._replay_lock, self._write_lock:
+            start, size, capacity = writer._cursor, len(data), storage.max_size
+            index = torch.arange(start, start + size, device=data.device or "cpu")
+            if start + size > capacity:
+                index %= capacity
+            data.set("index", index)
+            copies = _copies(storage._storage, data, start, capacity)
+            if copies is None:
+                return self._extend(data)  # which writes to the same slots
+            writer._cursor = (start + size) % capacity
+            writer._write_count += size
+            storage._set_last_cursor(index)
+            storage._get_new_len(data, index)
+            for slots, rows in copies:
+                slots.copy_(rows)
+            storage._bump_mutation_revision()
+            writer._mark_update_entities(index)
+            self._sampler.extend(index)
+        return index
+
     def _gather(self, index: Tensor, more: dict[str, Tensor]) -> TensorDictBase:
         """The items in these slots `[B]`, and `more` entries `[B]` for them."""
         storage = self._storage
@@ -122,6 +166,35 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
             and not self._pin_memory
             and not is_compiling()
         )
+
+
+def _copies(items: TensorDict, data: TensorDictBase, start: int, capacity: int) -> list[tuple[Tensor, Tensor]] | None:
+    """Each slots of `items` `[capacity]` from `start` on, and round, with the rows of `data` for them.
+
+    `None` where the two hold anything but the same ordinary tensors.
+    """
+    if type(data) is not TensorDict or data.ndim != 1 or not 0 < len(data) <= capacity:
+        return None
+    if items.is_locked or items.keys() != data.keys():
+        return None
+    before = min(len(data), capacity - start)
+    copies = []
+    for key, value in items.items():
+        new = data.get(key)
+        if type(value) is TensorDict:
+            nested = _copies(value, new, start, capacity)
+            if nested is None:
+                return None
+            copies += nested
+        elif type(value) is Tensor and type(new) is Tensor and not new.requires_grad:
+            if new.dtype != value.dtype or new.shape[1:] != value.shape[1:]:
+                return None
+            copies.append((value[start : start + before], new[:before]))
+            if before < len(new):
+                copies.append((value[: len(new) - before], new[before:]))
+        else:
+            return None
+    return copies
 
 
 def _rows(items: TensorDict, index: Tensor, length: int | None, more: dict[str, Tensor]) -> TensorDict | None:
