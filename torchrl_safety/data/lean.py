@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler
 from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 
+from torchrl_safety.data.pending import PendingTransform
 from torchrl_safety.data.prioritized import PrioritizedSampler
 
 # Of these the index and what comes with it are known: `[B]`, within the items that are there, on the sampler's device.
@@ -85,7 +86,7 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
         is_plain = type(tensordicts) is TensorDict and type(self._writer) is TensorDictRoundRobinWriter
         if not is_plain or not self._is_lean() or self._writer._generation is not None:
             return super().extend(tensordicts, update_priority=update_priority)
-        data = self._transform.inv(tensordicts) if self._transforms_samples() else tensordicts.copy()
+        data = self._transform.inv(tensordicts) if self._transform else tensordicts.copy()
         if data is None:
             return torch.zeros((0, 1), dtype=torch.long)
         index = self._write(data)
@@ -150,7 +151,7 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
         super().update_tensordict_priority(data)
 
     def _transforms_samples(self) -> bool:
-        return self._transform is not None and len(self._transform) > 0
+        return any(type(part).forward is not PendingTransform.forward for part in self._transform or ())
 
     def _is_lean(self) -> bool:
         """Whether a batch is what the sampler's index selects of the storage's tensors, and nothing else."""
