@@ -1,9 +1,10 @@
-"""A Gymnasium environment with its margins where Gymnasium has room for them: g is the reward, l is in info."""
+"""Gymnasium environments of the tests: one with margins where Gymnasium has room for them, one that counts."""
 
 from __future__ import annotations
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from torchrl.data import Unbounded
 from torchrl.envs import GymWrapper, default_info_dict_reader
 
@@ -55,3 +56,39 @@ def wrap(core: gymnasium.Env, **settings) -> GymWrapper:
     env = GymWrapper(core, categorical_action_encoding=True, **settings)
     env.set_info_dict_reader(default_info_dict_reader(["l_x"], spec=[Unbounded((1,))]))
     return env
+
+
+class Recorder(gymnasium.Env):
+    """Counts its steps in the observation; ends by itself at step `terminates`; the action taken is in info."""
+
+    def __init__(
+        self,
+        observation_space: spaces.Space | None = None,
+        action_space: spaces.Space | None = None,
+        terminates: int = 5,
+    ) -> None:
+        self.observation_space = observation_space or spaces.Box(-np.inf, np.inf, (2,), np.float64)
+        self.action_space = action_space or spaces.Discrete(3)
+        self.terminates = terminates
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.episode = (options or {}).get("count", 0), self.np_random.integers(1000)
+        return self.observation(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.observation(), 0.5 * self.count, self.count >= self.terminates, False, {"action": action}
+
+    def observation(self):
+        space = self.observation_space
+        if isinstance(space, spaces.Box) and space.shape == (2,):
+            return np.array([self.count, self.episode], space.dtype)
+        # What is drawn is remembered, so that a test sees whether it arrived.
+        space.seed(int(self.episode) + self.count)
+        self.shown = space.sample()
+        return self.shown
+
+
+def count_margin(env, observation, info) -> float:
+    return 3.5 - observation[0]

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gym_envs import GymDoubleIntegrator
+from gym_envs import GymDoubleIntegrator, Recorder, count_margin
 from gymnasium import spaces
 from tensordict import TensorDict
 from torchrl.collectors import Collector
@@ -16,47 +16,9 @@ from torchrl.envs import EnvBase, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_safety.envs import CartPoleEnv, SafetyGymEnv, check_safety_env
-from torchrl_safety.trainers import make_checkpoint
-
-
-class Recorder(gymnasium.Env):
-    """Counts its steps in the observation; ends by itself at step `terminates`; the action taken is in info."""
-
-    def __init__(
-        self,
-        observation_space: spaces.Space | None = None,
-        action_space: spaces.Space | None = None,
-        terminates: int = 5,
-    ) -> None:
-        self.observation_space = observation_space or spaces.Box(-np.inf, np.inf, (2,), np.float64)
-        self.action_space = action_space or spaces.Discrete(3)
-        self.terminates = terminates
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count, self.episode = (options or {}).get("count", 0), self.np_random.integers(1000)
-        return self.observation(), {}
-
-    def step(self, action):
-        self.count += 1
-        return self.observation(), 0.5 * self.count, self.count >= self.terminates, False, {"action": action}
-
-    def observation(self):
-        space = self.observation_space
-        if isinstance(space, spaces.Box) and space.shape == (2,):
-            return np.array([self.count, self.episode], space.dtype)
-        # What is drawn is remembered, so that a test sees whether it arrived.
-        space.seed(int(self.episode) + self.count)
-        self.shown = space.sample()
-        return self.shown
-
 
 SHARED = Recorder()
 MAKERS = itertools.cycle([2, 3])
-
-
-def count_margin(env, observation, info) -> float:
-    return 3.5 - observation[0]
 
 
 def one_way(env: EnvBase, actions: torch.Tensor, lean: bool) -> tuple[TensorDict, TensorDict]:
@@ -341,51 +303,8 @@ def test_a_wrong_setting_is_an_error_that_names_it(settings, error, message):
         SafetyGymEnv(**{"env": Recorder, **settings})
 
 
-def test_seeds_are_those_of_gymnasiums_vector_environments():
-    def starts(env):
-        return torch.stack([env.reset()["observation"] for _ in range(3)])
-
-    env = SafetyGymEnv("CartPole-v1", 3, seed=4)
-    first = starts(env)
-    vector = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")
-    assert np.array_equal(first[0].numpy(), vector.reset(seed=4)[0])
-    assert len({tuple(row) for row in first.flatten(0, 1).tolist()}) == 9
-    assert not torch.equal(starts(env), first)
-    env.set_seed(4)
-    assert torch.equal(starts(env), first)
-    torch.manual_seed(0)
-    drawn = starts(SafetyGymEnv("CartPole-v1", 3, seed=None))
-    torch.manual_seed(0)
-    assert torch.equal(starts(SafetyGymEnv("CartPole-v1", 3, seed=None)), drawn)
-
-
 def test_options_of_a_reset_reach_gymnasium():
     assert SafetyGymEnv(Recorder, 2).reset(options={"count": 2})["observation"][:, 0].tolist() == [2, 2]
-
-
-def test_a_checkpoint_continues_the_draws_and_asks_for_a_reset(tmp_path):
-    env, other = (SafetyGymEnv("CartPole-v1", 2, seed=seed) for seed in (0, 9))
-    env.rollout(30, break_when_any_done=False)
-    path = make_checkpoint(env=env).save(tmp_path / "saved")
-    following = [env.reset()["observation"] for _ in range(2)]
-    state = other.reset()
-    make_checkpoint(env=other).load(path)
-    assert other.needs_reset
-    with pytest.raises(RuntimeError, match=r"call env.reset\(\)"):
-        other.step_and_maybe_reset(other.rand_action(state))
-    assert all(torch.equal(other.reset()["observation"], expected) for expected in following)
-    assert not other.needs_reset
-
-
-def test_seeds_that_no_reset_has_used_are_saved():
-    env, other = (SafetyGymEnv("CartPole-v1", 2, seed=seed) for seed in (0, 9))
-    other.load_state_dict(env.state_dict())
-    assert torch.equal(other.reset()["observation"], env.reset()["observation"])
-
-
-def test_a_state_of_another_number_of_environments_is_refused():
-    with pytest.raises(ValueError, match="num_envs=2, this environment has 3"):
-        SafetyGymEnv(Recorder, 3).load_state_dict(SafetyGymEnv(Recorder, 2).state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -398,13 +317,6 @@ def test_specs_and_margins_pass_the_checks(dtype):
         check_env_specs(env, break_when_any_done="both")
         check_safety_env(env)
         assert env.reset()["observation"].dtype == env.reset()["safety_margin"].dtype == dtype
-
-
-def test_a_check_leaves_the_draws_where_they_were():
-    env, other = (CartPoleEnv(2, problem="avoid", seed=0) for _ in range(2))
-    env.reset(), other.reset()
-    check_safety_env(env)
-    assert torch.equal(env.reset()["observation"], other.reset()["observation"])
 
 
 def test_collector_and_transforms_see_whole_episodes():

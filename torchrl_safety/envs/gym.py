@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,9 @@ class SafetyGymEnv(EnvBase):
 
     The world of an episode cannot be saved: :meth:`state_dict` holds the random generators only. After
     :meth:`load_state_dict` :attr:`needs_reset` is true, and the next step must start from `env.reset()`, before which
-    pending n-step windows are cleared.
+    pending n-step windows are cleared. A copy (`copy.deepcopy`, pickle) goes on as the original would where Gymnasium
+    copies the world; worlds of C++ (Box2D, MuJoCo), which it makes anew, leave the draws and :attr:`needs_reset`. A
+    step or a reset that raises, in a margin say, leaves its environments to be reset too.
 
     Args:
         env: an id such as `"LunarLander-v3"`, or a callable that makes a new environment each time.
@@ -123,7 +126,7 @@ class SafetyGymEnv(EnvBase):
 
     @property
     def needs_reset(self) -> bool:
-        """Whether the next step must start from a reset: at first, after an end, and after a state was loaded."""
+        """Whether the next step must start from a reset: at first, and after an end, a loaded state or an error."""
         return True in self._ended
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -147,6 +150,17 @@ class SafetyGymEnv(EnvBase):
         """Continues the draws of saved generators; an empty state leaves them as they are."""
         # TorchRL's Collector saves an empty state for an environment without transforms, and loads it strictly.
         return super().load_state_dict(state_dict, strict=strict and bool(state_dict), assign=assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "generators": self.get_extra_state()["generators"]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generators = state.pop("generators")
+        super().__setstate__(state)
+        for row, env in enumerate(self.envs):
+            if _is_made_anew(env):
+                env.unwrapped.np_random.bit_generator.state = generators[row]
+                self._ended[row] = True
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Closes the Gymnasium environments."""
@@ -241,6 +255,8 @@ class SafetyGymEnv(EnvBase):
         reward = np.zeros((len(self.envs), 1), self._real)
         terminated, truncated = arrays["terminated"], arrays["truncated"]
         for row in rows:
+            self._ended[row] = True  # until all have been stepped: an error leaves some ahead of what was handed out
+        for row in rows:
             step = self.envs[row].step(actions[row])
             observation, reward[row], terminated[row], truncated[row], info = step
             self._write(arrays, row, observation, info)
@@ -259,11 +275,14 @@ class SafetyGymEnv(EnvBase):
     def _begin(self, arrays: Arrays, rows: Sequence[int], options: dict[str, Any] | None = None) -> None:
         """Writes new episodes of the environments in `rows`."""
         for row in rows:
+            self._ended[row] = True
+        for row in rows:
             observation, info = self.envs[row].reset(seed=self._seeds[row], options=options)
             self._seeds[row] = None
             self._write(arrays, row, observation, info)
             for name in DONE_KEYS:
                 arrays[name][row] = False
+        for row in rows:
             self._ended[row] = False
         self._root.update(arrays)
 
@@ -400,19 +419,27 @@ def _layout(space: Any, real: np.dtype, reserved: set[str]) -> dict[str, tuple[t
     }
 
 
+def _is_made_anew(env: Any) -> bool:
+    """Whether a copy of the environment is a new one of the same arguments, which was never reset."""
+    from gymnasium.utils import EzPickle
+
+    layers = [env]
+    while layers[-1] is not env.unwrapped:
+        layers.append(layers[-1].env)
+    return any(isinstance(layer, EzPickle) for layer in layers)
+
+
 def _reader(name: str, margin: Margin | str) -> Margin:
-    if not isinstance(margin, str):
-        return margin
+    return partial(_read_info, name, margin) if isinstance(margin, str) else margin  # both can be pickled
 
-    def read(env: Any, observation: Any, info: Mapping[str, Any]) -> float:
-        if margin not in info:
-            raise KeyError(
-                f"{name}={margin!r} is not in info, which holds {sorted(map(str, info))}: emit it in reset and in "
-                f"step, or pass a function as {name}"
-            )
-        return info[margin]
 
-    return read
+def _read_info(name: str, entry: str, env: Any, observation: Any, info: Mapping[str, Any]) -> float:
+    if entry not in info:
+        raise KeyError(
+            f"{name}={entry!r} is not in info, which holds {sorted(map(str, info))}: emit it in reset and in step, or "
+            f"pass a function as {name}"
+        )
+    return info[entry]
 
 
 def _merge(rows: Sequence[int], new: Arrays, old: Arrays) -> Arrays:
