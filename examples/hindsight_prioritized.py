@@ -73,7 +73,7 @@ def check(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="hindsight_prioritized")
 def main(cfg: DictConfig) -> None:
-    start(cfg, train, kept=KEPT.split())
+    start(cfg, train, kept=KEPT.split(), open_envs=SIMULATED)
 
 
 def make_learner(cfg: DictConfig, task: Task) -> tuple[nn.Module, nn.Module]:

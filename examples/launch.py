@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +21,9 @@ Train = Callable[[DictConfig, Path, Path | None], None]
 Show = Callable[[DictConfig, Path], None]
 
 
-def start(cfg: DictConfig, train: Train, *, kept: Sequence[str], show: Show | None = None) -> None:
+def start(
+    cfg: DictConfig, train: Train, *, kept: Sequence[str], show: Show | None = None, open_envs: Iterable[str] = ()
+) -> None:
     """Call `train(cfg, folder, checkpoint)` for a new run, or for the one that ``cfg.resume`` names.
 
     Where `show` is given and ``cfg.evaluate`` names the folder of a run, that is shown instead.
@@ -33,9 +36,10 @@ def start(cfg: DictConfig, train: Train, *, kept: Sequence[str], show: Show | No
         train: trains.
         kept: names of the options that a resumed run, or one that is shown, must keep.
         show: shows what a run left in its folder.
+        open_envs: names of the environments that take settings beyond those of their file, as ``++env.gravity=-5``.
     """
     try:
-        _refuse_additions()
+        _refuse_additions(cfg, open_envs)
         if show is not None and cfg.evaluate is not None:
             _remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
             folder = Path(str(cfg.evaluate))
@@ -97,11 +101,29 @@ def command_line(main: Callable[[], Any]) -> None:
         sys.exit(130)
 
 
-def _refuse_additions() -> None:
+def _refuse_additions(cfg: DictConfig, open_envs: Iterable[str]) -> None:
     """Options that no script reads would be ignored in silence."""
-    for text in HydraConfig.get().overrides.task:
-        if text.startswith("+") and not text.startswith("++"):  # Hydra's ++ also sets an option that is there
+    texts = HydraConfig.get().overrides.task
+    forced = [text for text in texts if text.startswith("++")]  # which sets an option that is there, or adds it
+    for text in texts:
+        if text.startswith("+") and text not in forced:
             raise ValueError(f"{text!r} adds an option that the script does not have; leave it out, or the + if it has")
+    if forced:
+        known = compose(HydraConfig.get().job.config_name, [text for text in texts if text not in forced])
+        for name in _additions(cfg, known):
+            if not (name.startswith("env.") and cfg.env.get("name") in open_envs):
+                raise ValueError(
+                    f"{' '.join(forced)} adds {name}, an option that the script does not have; leave it out"
+                )
+
+
+def _additions(cfg: DictConfig, known: DictConfig, path: str = "") -> Iterator[str]:
+    """The dotted names in `cfg` that are not in `known`."""
+    for key in cfg:
+        if key not in known:
+            yield f"{path}{key}"
+        elif OmegaConf.is_dict(cfg._get_node(key)) and OmegaConf.is_dict(known._get_node(key)):
+            yield from _additions(cfg[key], known[key], f"{path}{key}.")
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from control_tasks import ENVS, make_env, make_measure
+from control_tasks import ENVS, GYMNASIUM, make_env, make_measure
 from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict, TensorDictBase
@@ -84,7 +84,7 @@ def check(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="rainbow_safety")
 def main(cfg: DictConfig) -> None:
-    start(cfg, train, kept=KEPT.split(), show=show)
+    start(cfg, train, kept=KEPT.split(), show=show, open_envs=GYMNASIUM)
 
 
 def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
