@@ -80,6 +80,12 @@ def make_gymnasium(cfg: DictConfig, num_envs: int, settings: dict[str, Any]) -> 
     env.set_seed(settings["seed"])
     if not isinstance(env.action_spec, Categorical):
         raise ValueError(f"env={name} has continuous actions: choose one with discrete actions, e.g. env.id=Acrobot-v1")
+    shape = tuple(env.observation_spec["observation"].shape[1:]) if "observation" in start else ()
+    if len(shape) == 3 and shape[2] < min(shape[:2]):
+        raise ValueError(
+            f"env={name} has images of shape {shape}, (height, width, channels), and the network reads (channels, "
+            "height, width): register it with a wrapper that transposes them, gymnasium.wrappers.TransformObservation"
+        )
     margins = {"avoid": ["safety_margin"], "reach_avoid": ["safety_margin", "target_margin"], "return": []}[problem]
     missing = [key for key in ("observation", *margins) if key not in start]
     if missing:

@@ -154,6 +154,11 @@ def test_any_id_trains_for_return(tmp_path):
         (["problem=avoid", "env.safety_margin=g_x"], "safety_margin='g_x' is not in info"),
         (["env=lunar_lander", "++env.gravity=-20"], "must be between -12 and 0"),
         (["++env.no_such_setting=1"], "no_such_setting"),
+        (
+            ["env.id=CarRacing-v3", "++env.continuous=false", "num_envs=1"],
+            "images of shape (96, 96, 3), (height, width, channels), and the network reads (channels, height, width): "
+            "register it with a wrapper that transposes them",
+        ),
         (["env.id=no_such_module:Env-v0"], "no_such_module"),
         (["env=cartpole", "problem=reach_avoid"], "env=cartpole with end_criterion=env has no problem reach_avoid"),
         (["env=lunar_lander", "env.end_criterion=timeout"], "env.end_criterion is 'timeout'; choose one of"),
