@@ -1,12 +1,12 @@
-import copy
-import io
+"""Which items a prioritized sampler draws, with what weights, from which storages."""
+
 import math
-import pickle
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from prioritized_buffers import ALPHA, EPS, items, leaf_of, leaves, make
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data import (
@@ -18,33 +18,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.samplers import prioritized as torchrl_prioritized
 
-from torchrl_safety.data import prioritized
 from torchrl_safety.data.prioritized import PrioritizedSampler
-
-ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
-
-
-def items(n, start=0):
-    return TensorDict({"x": torch.arange(start, start + n).float()}, [n])
-
-
-def make(capacity, n=None, *, storage=LazyTensorStorage, batch_size=8, **settings):
-    settings.setdefault("generator", torch.Generator().manual_seed(0))
-    buffer = TensorDictReplayBuffer(
-        storage=storage(capacity), sampler=PrioritizedSampler(capacity, **settings), batch_size=batch_size
-    )
-    if n != 0:
-        buffer.extend(items(capacity if n is None else n))
-    return buffer
-
-
-def leaves(buffer):
-    """Leaf of each item, `[N]` float64."""
-    return buffer.sampler._tree.get(torch.arange(len(buffer)))
-
-
-def leaf_of(priority, alpha=ALPHA, eps=EPS):
-    return (priority + eps) ** alpha
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 1000, 1_000_000])
@@ -134,21 +108,6 @@ def test_weights_are_the_inverse_powers_of_the_probability(normalization):
     assert batch["priority_weight"].dtype == torch.get_default_dtype()
 
 
-@pytest.mark.parametrize("normalization", ["batch", "buffer"])
-def test_a_normalised_weight_is_at_most_one_also_beside_new_items_and_after_an_eviction(normalization):
-    buffer = make(20, 12, weight_normalization=normalization, batch_size=64, beta=1.0)
-    largest = []
-    for i in range(30):
-        batch = buffer.sample()
-        assert ((batch["priority_weight"] > 0) & (batch["priority_weight"] <= 1)).all()
-        largest.append(batch["priority_weight"].max().item())
-        batch["td_error"] = (batch["x"] + i).cos().square()
-        buffer.update_tensordict_priority(batch)
-        buffer.extend(items(3, i))
-    if normalization == "batch":
-        assert largest == [1.0] * 30
-
-
 def test_beta_rises_in_a_straight_line_with_each_sample_and_stays_at_one():
     """MATH §5: β_k = min(1, β0 + k (1 - β0) / N_S), k counted once per draw."""
     buffer = make(4, beta=0.4, beta_annealing_steps=10, weight_normalization=None)
@@ -172,201 +131,11 @@ def test_beta_without_annealing_is_the_users_to_move():
         sampler.beta = 1.1
 
 
-@pytest.mark.parametrize("write", ["extend", "add"])
-def test_a_new_item_gets_the_largest_priority_with_alpha_applied_once(write):
-    """MATH §5: a new item gets (p_max + ε)^α."""
-    buffer = make(10, 0)
-
-    def put(n):
-        if write == "extend":
-            buffer.extend(items(n))
-        else:
-            for i in range(n):
-                buffer.add(items(1, i)[0])
-
-    put(3)
-    torch.testing.assert_close(leaves(buffer), torch.full((3,), leaf_of(1.0)).double())
-    buffer.update_priority(torch.arange(3), torch.tensor([0.1, 0.7, 0.3]))
-    put(2)
-    torch.testing.assert_close(leaves(buffer)[3:], torch.full((2,), leaf_of(0.7)).double())
-    buffer.update_priority(torch.tensor([0, 1]), torch.tensor([5.0, 0.2]))
-    put(1)
-    torch.testing.assert_close(leaves(buffer)[5:], torch.full((1,), leaf_of(5.0)).double())
-    assert buffer.sampler.default_priority == pytest.approx(5.0)
-
-
-@pytest.mark.parametrize("write", ["extend", "add"])
-def test_an_evicted_outlier_is_forgotten_only_where_the_maximum_is_that_of_the_buffer(write):
-    for max_priority, expected in (("buffer", 3.0), ("ever", 100.0)):
-        buffer = make(4, max_priority=max_priority)
-        buffer.update_priority(torch.arange(4), torch.tensor([1.0, 100.0, 2.0, 3.0]))
-        for i in range(3):
-            _ = buffer.extend(items(1)) if write == "extend" else buffer.add(items(1, i)[0])
-        # The first was written while the outlier was there, the second took its place, the third came after.
-        torch.testing.assert_close(
-            leaves(buffer), torch.tensor([leaf_of(100.0), leaf_of(expected), leaf_of(expected), leaf_of(3.0)]).double()
-        )
-
-
-def test_a_buffer_whose_updated_items_are_all_gone_starts_again_from_one():
-    buffer = make(2, max_priority="buffer")
-    buffer.update_priority(torch.arange(2), torch.tensor([50.0, 60.0]))
-    buffer.extend(items(2))
-    assert buffer.sampler.default_priority == 1.0
-    torch.testing.assert_close(leaves(buffer), torch.full((2,), leaf_of(1.0)).double())
-
-
-@pytest.mark.parametrize("max_priority", ["ever", "buffer"])
-def test_an_emptied_buffer_starts_again_from_one(max_priority):
-    buffer = make(4, max_priority=max_priority)
-    buffer.update_priority(torch.arange(4), 50.0)
-    buffer.empty()
-    assert buffer.sampler.default_priority == 1.0
-    buffer.extend(items(2))
-    torch.testing.assert_close(leaves(buffer), torch.full((2,), leaf_of(1.0)).double())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64])
-@pytest.mark.parametrize("shape", [(3,), (3, 1)])
-def test_priorities_of_any_dtype_and_column_shape_are_read_alike(dtype, shape):
-    buffer = make(3)
-    buffer.update_priority(torch.arange(3), torch.tensor([1, 2, 3], dtype=dtype).view(shape))
-    torch.testing.assert_close(leaves(buffer), torch.tensor([leaf_of(p) for p in (1, 2, 3)]).double())
-    batch = buffer.sample()
-    batch["td_error"] = batch["index"].to(dtype).unsqueeze(-1) + 4
-    buffer.update_tensordict_priority(batch)
-    seen = batch["index"].unique()
-    torch.testing.assert_close(leaves(buffer)[seen], leaf_of(seen.double() + 4))
-
-
-def test_one_priority_serves_all_indices_and_an_int_is_an_index():
-    buffer = make(3)
-    buffer.update_priority(torch.arange(3), 2.0)
-    buffer.update_priority(1, 9.0)
-    torch.testing.assert_close(leaves(buffer), torch.tensor([leaf_of(p) for p in (2, 9, 2)]).double())
-
-
-def test_of_equal_indices_in_one_update_the_last_wins():
-    buffer = make(3)
-    buffer.update_priority(torch.tensor([1, 0, 1, 1]), torch.tensor([7.0, 8.0, 9.0, 4.0]))
-    torch.testing.assert_close(leaves(buffer), torch.tensor([leaf_of(p) for p in (8, 4, 1)]).double())
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1e-3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_bad_priority_is_refused_with_nothing_changed(bad, dtype):
-    """MATH §5: NaN, infinite and negative priorities change nothing."""
-    for max_priority in ("ever", "buffer"):
-        buffer = make(4, max_priority=max_priority)
-        buffer.update_priority(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        before = copy.deepcopy(buffer.sampler.state_dict())
-        with pytest.raises(ValueError, match=r"priority is -?(nan|inf|0\.001).*: pass finite errors"):
-            buffer.update_priority(torch.arange(4), torch.tensor([9.0, bad, 9.0, 9.0], dtype=dtype))
-        batch = buffer.sample()
-        batch["td_error"] = torch.full((8,), bad, dtype=dtype)
-        with pytest.raises(ValueError, match="priority is"):
-            buffer.update_tensordict_priority(batch)
-        after = buffer.sampler.state_dict()
-        for name in ("tree", "records"):
-            assert str(before[name]) == str(after[name])
-
-
-def test_priorities_that_do_not_match_the_indices_are_refused():
-    with pytest.raises(ValueError, match=r"priority has shape \[3\] for 2 indices"):
-        make(4).sampler.update_priority(torch.tensor([0, 1]), torch.ones(3))
-
-
-@pytest.mark.parametrize("index", [torch.tensor([True, False]), torch.tensor([0.0, 1.7])])
-def test_indices_that_are_no_integers_are_refused(index):
-    buffer = make(4)
-    with pytest.raises(ValueError, match=f"index has dtype {index.dtype}: pass integers"):
-        buffer.sampler.update_priority(index, 9.0)
-    torch.testing.assert_close(leaves(buffer), torch.full((4,), leaf_of(1.0)).double())
-
-
 @pytest.mark.parametrize("batch_size", [0, -1])
 def test_a_batch_without_items_is_refused(batch_size):
     buffer = make(4)
     with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {batch_size}"):
         buffer.sampler.sample(buffer.storage, batch_size)
-
-
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
-def test_updates_aimed_at_a_slot_rewritten_since_it_was_sampled_are_dropped(storage):
-    """MATH §5: what was learned of one item says nothing of the next."""
-    buffer = make(4, storage=storage, batch_size=200)
-    batch = buffer.sample()
-    buffer.extend(items(2))
-    batch["td_error"] = torch.full((200,), 9.0)
-    buffer.update_tensordict_priority(batch)
-    torch.testing.assert_close(leaves(buffer), torch.tensor([leaf_of(p) for p in (1, 1, 9, 9)]).double())
-    # The next batch sees the new items, so its updates apply.
-    batch = buffer.sample()
-    batch["td_error"] = torch.full((200, 1), 2.0)
-    buffer.update_tensordict_priority(batch)
-    torch.testing.assert_close(leaves(buffer), torch.full((4,), leaf_of(2.0)).double())
-
-
-def test_a_dropped_update_does_not_raise_the_largest_priority():
-    for max_priority in ("ever", "buffer"):
-        buffer = make(2, max_priority=max_priority)
-        batch = buffer.sample()
-        buffer.extend(items(2))
-        batch["td_error"] = torch.full((8,), 9.0)
-        buffer.update_tensordict_priority(batch)
-        assert buffer.sampler.default_priority == 1.0
-
-
-def test_a_batch_that_was_copied_still_knows_when_it_was_drawn():
-    buffer = make(4, batch_size=200)
-    batch = buffer.sample().clone()[20:]
-    buffer.extend(items(2))
-    buffer.sampler.update_priority(batch["index"], 9.0, generation=batch["priority_stamp"], storage=buffer.storage)
-    torch.testing.assert_close(leaves(buffer), torch.tensor([leaf_of(p) for p in (1, 1, 9, 9)]).double())
-
-
-def test_an_update_without_a_stamp_applies_to_what_is_there_now():
-    buffer = make(4)
-    buffer.sample()
-    index = buffer.extend(items(2))
-    buffer.update_priority(index, torch.tensor([5.0, 6.0]))
-    torch.testing.assert_close(leaves(buffer), torch.tensor([leaf_of(p) for p in (5, 6, 1, 1)]).double())
-
-
-def test_a_batch_drawn_before_the_buffer_was_emptied_is_stale():
-    buffer = make(4, batch_size=100)
-    batch = buffer.sample()
-    batch["td_error"] = torch.full((100,), 9.0)
-    buffer.empty()
-    for n in range(4):
-        buffer.update_tensordict_priority(batch)
-        torch.testing.assert_close(leaves(buffer), torch.full((n,), leaf_of(1.0)).double())
-        buffer.extend(items(1))
-    assert buffer.sampler.default_priority == 1.0
-
-
-def test_a_stamped_update_of_an_emptied_buffer_fills_no_slot():
-    for stamped in (True, False):
-        buffer = make(4, batch_size=100)
-        batch = buffer.sample()
-        buffer.empty()
-        if stamped:
-            buffer.sampler.update_priority(batch["index"].clone(), 9.0, generation=batch["priority_stamp"])
-        else:
-            buffer.sampler.update_priority(batch["index"], 9.0)
-        buffer.extend(items(1))
-        assert set(buffer.sample()["index"].tolist()) == {0}
-
-
-def test_an_update_of_a_slot_that_was_never_written_is_refused_also_without_the_storage():
-    buffer = make(8, 3, batch_size=200)
-    for index in (3, torch.tensor([0, 7])):
-        with pytest.raises(IndexError, match="names an empty slot, the buffer holds 3 items"):
-            buffer.sampler.update_priority(index, 9.0)
-    assert set(buffer.sample()["index"].tolist()) == {0, 1, 2}
-    buffer.empty()
-    with pytest.raises(IndexError, match="the buffer holds 0 items"):
-        buffer.sampler.update_priority(0, 9.0)
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
@@ -473,97 +242,6 @@ def test_a_generator_given_to_the_buffer_is_used():
     assert torch.equal(draw(), draw())
 
 
-def lived_in(**settings):
-    settings = {"beta_annealing_steps": 40, "max_priority": "buffer", **settings}
-    buffer = make(50, 0, storage=LazyTensorStorage, **settings)
-    continue_with(buffer, 20)
-    return buffer
-
-
-def continue_with(buffer, rounds):
-    record = []
-    for i in range(rounds):
-        buffer.extend(items(7, 7 * i))
-        batch = buffer.sample()
-        batch["td_error"] = (batch["x"] * 0.37).sin().abs()
-        record.append(torch.cat([batch["index"].float(), batch["priority_weight"]]))
-        buffer.update_tensordict_priority(batch)
-    return torch.stack(record)
-
-
-def through_the_sampler(buffer, other, path):
-    torch.save({"sampler": buffer.sampler.state_dict(), "buffer": buffer.state_dict()}, path / "state.pt")
-    loaded = torch.load(path / "state.pt", weights_only=True)
-    other.load_state_dict(loaded["buffer"])
-    other.sampler.load_state_dict(loaded["sampler"])
-
-
-def through_the_buffer(buffer, other, path):
-    stream = io.BytesIO()
-    torch.save(buffer.state_dict(), stream)
-    stream.seek(0)
-    other.load_state_dict(torch.load(stream, weights_only=True))
-
-
-def through_a_folder(buffer, other, path):
-    buffer.dumps(path / "folder")
-    other.loads(path / "folder")
-
-
-@pytest.mark.parametrize("travel", [through_the_sampler, through_the_buffer, through_a_folder])
-@pytest.mark.parametrize("max_priority", ["ever", "buffer"])
-def test_a_loaded_sampler_continues_the_very_same_draws(travel, max_priority, tmp_path):
-    """MATH §5: β, k and the generator are in the state."""
-    buffer = lived_in(max_priority=max_priority)
-    other = make(50, 0, beta_annealing_steps=40, max_priority=max_priority, generator=torch.Generator().manual_seed(99))
-    travel(buffer, other, tmp_path)
-    assert other.sampler.beta == buffer.sampler.beta == pytest.approx(0.4 + 20 * 0.6 / 40)
-    assert torch.equal(continue_with(other, 30), continue_with(buffer, 30))
-
-
-def test_a_loaded_sampler_knows_which_slots_were_rewritten_since_an_older_batch(tmp_path):
-    buffer, other = make(4, batch_size=200), make(4, 0, batch_size=200)
-    buffer.extend(items(1))
-    older = buffer.sample()
-    buffer.extend(items(1))  # slot 1, before the save
-    through_the_buffer(buffer, other, tmp_path)
-    newer = other.sample()
-    other.extend(items(1))  # slot 2, after the load
-    for batch, priority, expected in ((older, 9.0, (9, 1, 1, 9)), (newer, 7.0, (7, 7, 1, 7))):
-        stamp = batch["priority_stamp"]
-        other.sampler.update_priority(batch["index"].clone(), priority, generation=stamp, storage=other.storage)
-        torch.testing.assert_close(leaves(other), torch.tensor([leaf_of(p) for p in expected]).double())
-
-
-def test_a_loaded_sampler_has_the_beta_that_was_set_by_hand(tmp_path):
-    buffer, other = make(4), make(4, 0)
-    buffer.sampler.beta = 0.9
-    through_the_buffer(buffer, other, tmp_path)
-    assert other.sampler.beta == 0.9
-
-
-def test_a_copied_sampler_continues_the_very_same_draws_on_its_own():
-    buffer = lived_in()
-    other = copy.deepcopy(buffer.sampler)
-    ours, _ = buffer.sampler.sample(buffer.storage, 100)
-    theirs, _ = other.sample(buffer.storage, 100)
-    assert torch.equal(ours, theirs)
-    other.update_priority(torch.arange(50), 0.0)
-    assert not torch.equal(other._tree.total, buffer.sampler._tree.total)
-
-
-def test_a_state_of_other_settings_is_refused():
-    state = make(4).sampler.state_dict()
-    with pytest.raises(ValueError, match=r"saved with eps=1e-06, this sampler has eps=0\.5"):
-        PrioritizedSampler(4, eps=0.5).load_state_dict(state)
-    with pytest.raises(ValueError, match="saved with max_priority=ever, this sampler has max_priority=buffer"):
-        PrioritizedSampler(4, max_priority="buffer").load_state_dict(state)
-    with pytest.raises(ValueError, match="saved with variant=proportional, this sampler has variant=rank"):
-        PrioritizedSampler(4, variant="rank").load_state_dict(state)
-    with pytest.raises(ValueError, match="capacity 4, this one has capacity 5"):
-        PrioritizedSampler(5).load_state_dict(state)
-
-
 def test_nothing_waits_for_an_accelerator():
     # A fake device has no values: reading one back on the host raises.
     storage = make(1000).storage
@@ -593,31 +271,6 @@ def test_nothing_waits_for_an_accelerator():
             sampler.update_priority(torch.zeros((), dtype=torch.long, device="cuda"), 1.0)
             sampler.alpha = 0.3
             sampler.sample(storage, 8)
-
-
-@pytest.mark.parametrize("max_priority", ["ever", "buffer"])
-def test_the_tree_follows_its_storage_to_another_device(max_priority):
-    class Elsewhere:
-        device, ndim = "meta", 1
-
-        def __len__(self):
-            return 10
-
-    sampler = make(10, max_priority=max_priority).sampler
-    nothing = torch.zeros(0)
-    sampler.update_priority(nothing.long(), nothing, storage=Elsewhere())
-    assert {sampler.device.type, sampler._records.default_priority().device.type} == {"meta"}
-    kept = PrioritizedSampler(10, device="cpu")
-    kept.update_priority(nothing.long(), nothing, storage=Elsewhere())
-    assert kept.device.type == "cpu"
-
-
-def test_a_sampler_is_not_handed_to_another_process(monkeypatch):
-    sampler = make(4).sampler
-    assert "alpha=0.6" in repr(pickle.loads(pickle.dumps(sampler)))
-    monkeypatch.setattr(prioritized, "get_spawning_popen", lambda: object())
-    with pytest.raises(RuntimeError, match="cannot be shared between processes"):
-        pickle.dumps(sampler)
 
 
 @pytest.mark.parametrize(
