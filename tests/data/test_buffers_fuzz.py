@@ -7,11 +7,11 @@ import tempfile
 
 import pytest
 import torch
+from hindsight_buffers import frames_of, make
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from line_goals import relabelled
-from test_buffers import frames_of, make
 
 from torchrl_safety.data import HindsightPrioritizedReplayBuffer
 
