@@ -1,4 +1,4 @@
-"""The environments of rainbow_safety.py, and how a policy is measured in each."""
+"""The environments of the examples for control, and how a policy is measured in each."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ExactSet:
             low=cfg.env.grid.low,
             high=cfg.env.grid.high,
             grid=cfg.env.grid.nodes,
-            level=cfg.problem.level,
+            level=cfg.problem.get("level", 0.0),  # in the files of a script that asks for one
             rollout_steps=cfg.rollout_steps,
             seed=cfg.seed,
         )

@@ -14,8 +14,8 @@ from pathlib import Path
 import hydra
 import torch
 from goal_tasks import SIMULATED, TASKS, Simulator, Task, make_task
-from launch import command_line, start
-from omegaconf import DictConfig, OmegaConf
+from launch import check_replay, command_line, make_gamma, make_run, start
+from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
@@ -29,8 +29,6 @@ from torchrl_safety.modules import greedy_policy
 from torchrl_safety.objectives import SafetyDQNLoss, SafetySACLoss
 from torchrl_safety.trainers import (
     ExactSetEvaluator,
-    StepGamma,
-    TrainingRun,
     check_options,
     evaluation_mode,
 )
@@ -64,11 +62,7 @@ def check(cfg: DictConfig) -> None:
     )
     if simulated and cfg.num_envs != 1:
         raise ValueError(f"num_envs={cfg.num_envs}, but {cfg.env.name} runs one simulator; set num_envs=1")
-    if not cfg.batch_size <= cfg.warmup_frames <= min(cfg.buffer_size, cfg.frames):
-        raise ValueError(
-            f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}, "
-            f"frames={cfg.frames}: need batch_size <= warmup_frames <= buffer_size and frames"
-        )
+    check_replay(cfg)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="hindsight_prioritized")
@@ -174,13 +168,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
 
     optimizer = torch.optim.Adam(loss.parameters(), cfg.lr, fused=True)
     target = SoftUpdate(loss, tau=cfg.tau)
-    gamma = StepGamma(
-        cfg.frames,
-        gamma_start=cfg.gamma.start,
-        gamma_end=cfg.gamma.end,
-        ratio=cfg.gamma.ratio,
-        period=cfg.gamma.period,
-    )
+    gamma = make_gamma(cfg)
     facts = {
         "algorithm": "sac" if isinstance(loss, SafetySACLoss) else "dqn",
         "env": cfg.env.name,
@@ -197,20 +185,10 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             acting = policy(tensordict)
         return loss.critic_values(acting).amin(0) if facts["algorithm"] == "sac" else acting["chosen_action_value"]
 
-    with TrainingRun(
-        folder,
-        saved,
-        config=OmegaConf.to_yaml(cfg, resolve=True),
-        budget=cfg.frames,
-        checkpoints=cfg.checkpoints,
-        state=env.reset(),
-        device=cfg.device,
-        loss=loss,
-        optimizer=optimizer,
-        gamma=gamma,
-        buffer=buffer,
-        env=Simulator(env) if cfg.env.name in SIMULATED else env,
-    ) as run:
+    components = {"loss": loss, "optimizer": optimizer, "gamma": gamma, "buffer": buffer}
+    components["env"] = Simulator(env) if cfg.env.name in SIMULATED else env
+
+    with make_run(cfg, folder, saved, state=env.reset(), **components) as run:
         while run.frames < cfg.frames:
             share = 1.0 if run.frames < cfg.warmup_frames else cfg.random_actions
             transition, run.state = env.step_and_maybe_reset(explore(cfg, task, policy, run.state, share=share))

@@ -1,4 +1,4 @@
-"""What the examples share of Hydra: starting, resuming, and complaints of one line."""
+"""What the examples share around their loops: starting and resuming a run, and complaints of one line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDictBase
 from torchrl.checkpoint import CheckpointError
 
 from torchrl_safety.envs.base import END_CRITERIA
-from torchrl_safety.trainers import check_options, find_checkpoint
+from torchrl_safety.trainers import StepGamma, TrainingRun, check_options, find_checkpoint
 
 Train = Callable[[DictConfig, Path, Path | None], None]
 Show = Callable[[DictConfig, Path], None]
@@ -87,6 +88,46 @@ def check_shared(cfg: DictConfig, *, problems: Iterable[str], envs: Iterable[str
             nodes="env.grid.nodes",
             labels="env.grid.labels",
         )
+
+
+def check_replay(cfg: DictConfig) -> None:
+    """Refuse sizes of which the first batch could not be drawn.
+
+    Raises:
+        ValueError: unless ``batch_size <= warmup_frames <= buffer_size``, and the budget reaches beyond the warm-up.
+    """
+    if not cfg.batch_size <= cfg.warmup_frames <= min(cfg.buffer_size, cfg.frames):
+        raise ValueError(
+            f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}, "
+            f"frames={cfg.frames}: need batch_size <= warmup_frames <= buffer_size and frames"
+        )
+
+
+def make_gamma(cfg: DictConfig) -> StepGamma:
+    """The schedule of gamma over the budget."""
+    return StepGamma(
+        cfg.frames,
+        gamma_start=cfg.gamma.start,
+        gamma_end=cfg.gamma.end,
+        ratio=cfg.gamma.ratio,
+        period=cfg.gamma.period,
+    )
+
+
+def make_run(
+    cfg: DictConfig, folder: Path, saved: Path | None, *, state: TensorDictBase, **components: Any
+) -> TrainingRun:
+    """The run that keeps the options in `folder` and saves the `components`; `saved` is a checkpoint to go on from."""
+    return TrainingRun(
+        folder,
+        saved,
+        config=OmegaConf.to_yaml(cfg, resolve=True),
+        budget=cfg.frames,
+        checkpoints=cfg.checkpoints,
+        state=state,
+        device=cfg.device,
+        **components,
+    )
 
 
 def command_line(main: Callable[[], Any]) -> None:

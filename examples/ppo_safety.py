@@ -11,8 +11,9 @@ from pathlib import Path
 
 import hydra
 import torch
-from launch import check_shared, command_line, start
-from omegaconf import DictConfig, OmegaConf
+from control_tasks import NATIVE, ExactSet, make_env
+from launch import check_shared, command_line, make_gamma, make_run, start
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -20,28 +21,15 @@ from torch.distributions import Categorical
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 
-from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv, PendulumEnv, PointMassEnv
 from torchrl_safety.modules import AngleEncoding
 from torchrl_safety.objectives import ReachAvoidA2CLoss, ReachAvoidPPOLoss, SafetyA2CLoss, SafetyPPOLoss
-from torchrl_safety.trainers import ExactSetEvaluator, StepGamma, TrainingRun, check_options
+from torchrl_safety.trainers import check_options
 
 LOSSES = {
     "ppo": {"avoid": SafetyPPOLoss, "reach_avoid": ReachAvoidPPOLoss},
     "a2c": {"avoid": SafetyA2CLoss, "reach_avoid": ReachAvoidA2CLoss},
 }
-ENVS = {
-    "double_integrator": DoubleIntegratorEnv,
-    "dubins_car": DubinsCarEnv,
-    "pendulum": PendulumEnv,
-    "point_mass": PointMassEnv,
-}
-ENDS = {"avoid": "failure", "reach_avoid": "reach_avoid"}  # of the roll-outs that are measured
 KEPT = "algorithm env problem seed num_envs steps hidden"  # on a resume
-
-
-def make_env(cfg: DictConfig, num_envs: int, **settings):
-    settings = {**{key: value for key, value in cfg.env.items() if key not in ("name", "grid", "support")}, **settings}
-    return ENVS[cfg.env.name](num_envs, problem=cfg.problem.name, seed=cfg.seed, device=cfg.device, **settings)
 
 
 def check(cfg: DictConfig) -> None:
@@ -52,7 +40,7 @@ def check(cfg: DictConfig) -> None:
         positive="lr.start lr.end entropy.start entropy.end clip",
         shares="lmbda",
     )
-    check_shared(cfg, problems=LOSSES[cfg.algorithm], envs=ENVS)
+    check_shared(cfg, problems=LOSSES[cfg.algorithm], envs=NATIVE)
     if cfg.minibatch > cfg.num_envs * cfg.steps:
         raise ValueError(
             f"minibatch={cfg.minibatch} is more than a batch of num_envs={cfg.num_envs} times steps={cfg.steps} holds"
@@ -103,37 +91,14 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     updates = -(-cfg.frames // batch_frames) * cfg.epochs * minibatches
     optimizer = torch.optim.Adam(loss.parameters(), cfg.lr.start, fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, (cfg.lr.end / cfg.lr.start) ** (1 / updates))
-    gamma = StepGamma(
-        cfg.frames,
-        gamma_start=cfg.gamma.start,
-        gamma_end=cfg.gamma.end,
-        ratio=cfg.gamma.ratio,
-        period=cfg.gamma.period,
-    )
-    measure = ExactSetEvaluator(
-        make_env(cfg, cfg.rollouts, max_steps=None, end_criterion=ENDS[cfg.problem.name]),
-        loss.backup,
-        low=cfg.env.grid.low,
-        high=cfg.env.grid.high,
-        grid=cfg.env.grid.nodes,
-        rollout_steps=cfg.rollout_steps,
-        seed=cfg.seed,
-    )
+    gamma = make_gamma(cfg)
+    measure = ExactSet(cfg, loss.backup)
     facts = {"algorithm": cfg.algorithm, "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "env": env}
     carried = [key for key in env.reset().keys(True, True) if key != "action"]
     learned = ["observation", "action", "action_log_prob", "advantage", "value_target"]
 
-    with TrainingRun(
-        folder,
-        saved,
-        config=OmegaConf.to_yaml(cfg, resolve=True),
-        budget=cfg.frames,
-        checkpoints=cfg.checkpoints,
-        state=env.reset(),
-        device=cfg.device,
-        **components,
-    ) as run:
+    with make_run(cfg, folder, saved, state=env.reset(), **components) as run:
         while run.frames < cfg.frames:
             steps = []
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
@@ -167,7 +132,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         title = f"{facts['algorithm']}, {cfg.env.name}, {cfg.problem.name}, seed {cfg.seed}: "
         run.finish(
             found.scores,
-            draw=lambda: {"value_map": measure.picture(found, labels=cfg.env.grid.labels, title=title)},
+            draw=lambda: {"value_map": measure.picture(found, title)},
             **facts,
         )
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import hydra
 import torch
 from control_tasks import ENVS, GYMNASIUM, make_env, make_measure
-from launch import check_shared, command_line, start
-from omegaconf import DictConfig, OmegaConf
+from launch import check_replay, check_shared, command_line, make_gamma, make_run, start
+from omegaconf import DictConfig
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictSequential
 from torch import nn
@@ -41,7 +41,7 @@ from torchrl_safety.objectives import (
     ReachAvoidBackup,
     SafetyDQNLoss,
 )
-from torchrl_safety.trainers import StepGamma, TrainingRun, check_options, evaluation_mode
+from torchrl_safety.trainers import TrainingRun, check_options, evaluation_mode
 
 BACKUPS = {"avoid": AvoidBackup, "reach_avoid": ReachAvoidBackup, "return": DiscountedReturnBackup}
 MODEL = "model.pt"
@@ -73,13 +73,7 @@ def check(cfg: DictConfig) -> None:
     )
     if cfg.epsilon.end > cfg.epsilon.start:
         raise ValueError(f"epsilon.end={cfg.epsilon.end} is more than epsilon.start={cfg.epsilon.start}; lower it")
-    if cfg.batch_size > cfg.warmup_frames or cfg.warmup_frames > cfg.buffer_size:
-        raise ValueError(
-            f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}: need "
-            "batch_size <= warmup_frames <= buffer_size, or the first batch is larger than what the buffer holds"
-        )
-    if cfg.frames < cfg.warmup_frames:
-        raise ValueError(f"frames={cfg.frames} is less than warmup_frames={cfg.warmup_frames}; raise frames")
+    check_replay(cfg)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="rainbow_safety")
@@ -130,13 +124,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         target = SoftUpdate(loss, tau=cfg.tau)
     else:
         target = HardUpdate(loss, value_network_update_interval=cfg.target_period)
-    gamma = StepGamma(
-        cfg.frames,
-        gamma_start=cfg.gamma.start,
-        gamma_end=cfg.gamma.end,
-        ratio=cfg.gamma.ratio,
-        period=cfg.gamma.period,
-    )
+    gamma = make_gamma(cfg)
     measure = make_measure(cfg, backup)
     facts = {
         "algorithm": "rainbow" if cfg.categorical else "dqn",
@@ -147,16 +135,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "epsilon": epsilon}
     components |= {"buffer": buffer, "env": env}
 
-    with TrainingRun(
-        folder,
-        saved,
-        config=OmegaConf.to_yaml(cfg, resolve=True),
-        budget=cfg.frames,
-        checkpoints=cfg.checkpoints,
-        state=env.reset(),
-        device=cfg.device,
-        **components,
-    ) as run:
+    with make_run(cfg, folder, saved, state=env.reset(), **components) as run:
         if getattr(env, "needs_reset", False):  # a simulator's world is not in the checkpoint: new episodes begin
             windows.clear()
             run.state = env.reset()

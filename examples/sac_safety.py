@@ -11,8 +11,9 @@ from pathlib import Path
 
 import hydra
 import torch
-from launch import check_shared, command_line, start
-from omegaconf import DictConfig, OmegaConf
+from control_tasks import NATIVE, ExactSet, make_env
+from launch import check_replay, check_shared, command_line, make_gamma, make_run, start
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -22,26 +23,16 @@ from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhN
 from torchrl.objectives import SoftUpdate
 
 from torchrl_safety.data import NStepTransform
-from torchrl_safety.envs import DoubleIntegratorEnv, DubinsCarEnv, PendulumEnv, PointMassEnv
 from torchrl_safety.modules import AngleEncoding
 from torchrl_safety.objectives import ReachAvoidSACLoss, SafetySACLoss
 from torchrl_safety.trainers import (
-    ExactSetEvaluator,
     StepGamma,
     TemperatureReset,
-    TrainingRun,
     check_options,
     parameter_groups,
 )
 
 LOSSES = {"avoid": SafetySACLoss, "reach_avoid": ReachAvoidSACLoss}
-ENVS = {
-    "double_integrator": DoubleIntegratorEnv,
-    "dubins_car": DubinsCarEnv,
-    "pendulum": PendulumEnv,
-    "point_mass": PointMassEnv,
-}
-ENDS = {"avoid": "failure", "reach_avoid": "reach_avoid"}  # of the roll-outs that are measured
 KEPT = "env problem seed num_envs n_steps buffer_size hidden critics"  # on a resume
 
 
@@ -56,15 +47,8 @@ class StateAction(nn.Module):
         return self.mlp(torch.cat([self.encoder(observation), action], -1))
 
 
-def make_env(cfg: DictConfig, num_envs: int, **settings):
-    settings = {**{key: value for key, value in cfg.env.items() if key not in ("name", "grid", "support")}, **settings}
-    return ENVS[cfg.env.name](
-        num_envs, problem=cfg.problem.name, discrete=False, seed=cfg.seed, device=cfg.device, **settings
-    )
-
-
 def check(cfg: DictConfig) -> None:
-    check_shared(cfg, problems=LOSSES, envs=ENVS)
+    check_shared(cfg, problems=LOSSES, envs=NATIVE)
     check_options(
         cfg,
         choices={"n_step": ("last", "best")},
@@ -75,11 +59,7 @@ def check(cfg: DictConfig) -> None:
         shares="random_actions tau lr.final",
         numbers="target_entropy",
     )
-    if cfg.batch_size > cfg.warmup_frames or cfg.warmup_frames > min(cfg.buffer_size, cfg.frames):
-        raise ValueError(
-            f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}, "
-            f"frames={cfg.frames}: need batch_size <= warmup_frames <= buffer_size and frames"
-        )
+    check_replay(cfg)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sac_safety")
@@ -91,7 +71,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     check(cfg)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
-    env = make_env(cfg, cfg.num_envs)
+    env = make_env(cfg, cfg.num_envs, discrete=False)
     size, controls = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
     encoder = AngleEncoding(size, env.angles) if env.angles else nn.Identity()
     features = encoder.out_features if env.angles else size
@@ -144,37 +124,14 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     optimizer = torch.optim.Adam(parameter_groups(loss, rates), fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
     target = SoftUpdate(loss, tau=cfg.tau)
-    gamma: StepGamma | TemperatureReset = StepGamma(
-        cfg.frames,
-        gamma_start=cfg.gamma.start,
-        gamma_end=cfg.gamma.end,
-        ratio=cfg.gamma.ratio,
-        period=cfg.gamma.period,
-    )
+    gamma: StepGamma | TemperatureReset = make_gamma(cfg)
     if cfg.alpha.reset:
         gamma = TemperatureReset(gamma, loss, optimizer)
-    measure = ExactSetEvaluator(
-        make_env(cfg, cfg.rollouts, max_steps=None, end_criterion=ENDS[cfg.problem.name]),
-        backup,
-        low=cfg.env.grid.low,
-        high=cfg.env.grid.high,
-        grid=cfg.env.grid.nodes,
-        rollout_steps=cfg.rollout_steps,
-        seed=cfg.seed,
-    )
+    measure = ExactSet(cfg, backup, discrete=False)
     facts = {"algorithm": "sac", "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "buffer": buffer, "env": env}
 
-    with TrainingRun(
-        folder,
-        saved,
-        config=OmegaConf.to_yaml(cfg, resolve=True),
-        budget=cfg.frames,
-        checkpoints=cfg.checkpoints,
-        state=env.reset(),
-        device=cfg.device,
-        **components,
-    ) as run:
+    with make_run(cfg, folder, saved, state=env.reset(), **components) as run:
         while run.frames < cfg.frames:
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
                 acting = actor(run.state.select(*kept))
@@ -205,7 +162,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         title = f"{facts['algorithm']}, {cfg.env.name}, {cfg.problem.name}, seed {cfg.seed}: "
         run.finish(
             found.scores,
-            draw=lambda: {"value_map": measure.picture(found, labels=cfg.env.grid.labels, title=title)},
+            draw=lambda: {"value_map": measure.picture(found, title)},
             **facts,
         )
 
