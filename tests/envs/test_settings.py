@@ -15,6 +15,7 @@ from torchrl_safety.envs.settings import (
     check_dtype,
     check_generator,
     check_positive,
+    check_share,
 )
 
 
@@ -38,6 +39,8 @@ def test_levels_are_every_combination_of_both_bounds_and_nothing():
         (lambda: check_positive(first=1.0, second=0.0), "second=0.0 must be positive and finite"),
         (lambda: check_positive(first=math.nan), "first=nan must be positive and finite"),
         (lambda: check_positive(first=math.inf), "first=inf must be positive and finite"),
+        (lambda: check_share(0.0, "of the cake"), r"share=0.0 must lie in \(0, 1\]: of the cake"),
+        (lambda: check_share(math.nan, "of the cake"), "share=nan must lie"),
         (lambda: check_dtype(torch.int32), "dtype=torch.int32 must be a floating-point type"),
         (lambda: check_generator(3, None), "generator=3 must be a torch.Generator"),
         (lambda: check_generator(torch.Generator(), 1), "seed=1 and generator=... exclude each other"),
@@ -55,6 +58,7 @@ def test_right_settings_pass():
     check_count("copies", 1, "")
     check_choice("color", "red", ("red",))
     check_positive(first=1e-300, second=3)
+    check_share(1.0, "")
     check_dtype(torch.float16)
     check_generator(None, 1)
     check_generator(torch.Generator(), None)

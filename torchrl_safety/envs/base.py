@@ -187,6 +187,10 @@ class NativeEnv(StatelessEnv):
             raise ValueError(f"no row of the table of {player!r} is zero: this player always acts")
         return torch.full(self.batch_size, int(rows[0]), dtype=torch.int64, device=self.device)
 
+    def _floating(self, state: Tensor) -> Tensor:
+        """States in their own floating-point type, whole numbers in `dtype`."""
+        return state if state.is_floating_point() else state.to(self.dtype)
+
     def _set_start_box(self, names: str, low: Sequence[float], high: Sequence[float]) -> None:
         """Keeps the corners of the box of the starts, whose entries have these names, as in `"x, v"`."""
         for side, corner in zip(("low", "high"), check_box(names, low, high)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_safety.envs.base import NativeEnv
-from torchrl_safety.envs.settings import action_levels, check_positive
+from torchrl_safety.envs.settings import action_levels, check_positive, check_share
 
 __all__ = ["DoubleIntegratorEnv"]
 
@@ -120,7 +120,7 @@ class DoubleIntegratorEnv(NativeEnv):
             >>> DoubleIntegratorEnv().exact_value(torch.tensor([0.5, 1.0]))
             tensor(0.)
         """
-        state = state if state.is_floating_point() else state.to(self.dtype)
+        state = self._floating(state)
         twice_braking = 2 * (self.max_control - self.max_disturbance)
         position, velocity = state.unbind(-1)
         ahead = torch.where(velocity < 0, -position, position)  # the walls and the controls are symmetric
@@ -162,6 +162,5 @@ class DoubleIntegratorEnv(NativeEnv):
             >>> DoubleIntegratorEnv().well_inside(torch.tensor([[0.94, 0.0], [0.96, 0.0]]))
             tensor([ True, False])
         """
-        if not 0 < share <= 1:
-            raise ValueError(f"share={share} must lie in (0, 1]: the part of the set that is kept")
+        check_share(share, "the part of the set that is kept")
         return self.exact_safe(state / share)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_safety.envs.base import NativeEnv
 from torchrl_safety.envs.motion import arc_step, wrap_angle
-from torchrl_safety.envs.settings import action_levels, check_positive
+from torchrl_safety.envs.settings import action_levels, check_positive, check_share
 
 __all__ = ["DubinsCarEnv"]
 
@@ -151,7 +151,7 @@ class DubinsCarEnv(NativeEnv):
             >>> DubinsCarEnv(problem="reach_avoid").exact_value(states)
             tensor([-0.4000,  0.0000,  0.1000])
         """
-        x, y, heading = (state if state.is_floating_point() else state.to(self.dtype)).unbind(-1)
+        x, y, heading = self._floating(state).unbind(-1)
         cosine, sine = heading.cos(), heading.sin()
         along = x * cosine + y * sine
         across = (x * sine - y * cosine).abs()
@@ -193,9 +193,8 @@ class DubinsCarEnv(NativeEnv):
             >>> env.well_inside(torch.tensor([[-0.94, 0.0, 0.0], [-0.96, 0.0, 0.0]]))
             tensor([ True, False])
         """
-        if not 0 < share <= 1:
-            raise ValueError(f"share={share} must lie in (0, 1]: the part of the set that is kept")
-        state = state if state.is_floating_point() else state.to(self.dtype)
+        check_share(share, "the part of the set that is kept")
+        state = self._floating(state)
         scale = share if self.problem == "avoid" else 1 / share
         scaled = torch.cat((state[..., :2] * scale, state[..., 2:]), dim=-1)
         return self.exact_safe(state) & self.exact_safe(scaled)

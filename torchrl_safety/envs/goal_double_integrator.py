@@ -124,7 +124,7 @@ class GoalDoubleIntegratorEnv(NativeEnv):
             >>> GoalDoubleIntegratorEnv().exact_value(torch.tensor([-0.5, -1.0, 0.3]))
             tensor(0.)
         """
-        state = state if state.is_floating_point() else state.to(self.dtype)
+        state = self._floating(state)
         kept = self._motion.exact_value(state[..., :2])
         if self.problem == "avoid":
             return kept

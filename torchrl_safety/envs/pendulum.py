@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_safety.envs.base import NativeEnv
 from torchrl_safety.envs.motion import runge_kutta_step
-from torchrl_safety.envs.settings import action_levels, check_positive
+from torchrl_safety.envs.settings import action_levels, check_positive, check_share
 
 __all__ = ["PendulumEnv"]
 
@@ -134,7 +134,7 @@ class PendulumEnv(NativeEnv):
             >>> PendulumEnv().exact_safe(torch.tensor([[0.0, 0.9], [0.0, 1.0]]))
             tensor([ True, False])
         """
-        state = state if state.is_floating_point() else state.to(self.dtype)
+        state = self._floating(state)
         return self._kernel.contains(*state.unbind(-1))
 
     def well_inside(self, state: Tensor, share: float = 0.95) -> Tensor:
@@ -146,9 +146,8 @@ class PendulumEnv(NativeEnv):
         Raises:
             ValueError: `share` outside (0, 1].
         """
-        if not 0 < share <= 1:
-            raise ValueError(f"share={share} must lie in (0, 1]: the part of the control and of the angle to be used")
-        state = state if state.is_floating_point() else state.to(self.dtype)
+        check_share(share, "the part of the control and of the angle to be used")
+        state = self._floating(state)
         kernel = _Kernel(self.gravity, share * self.max_control, share * self.max_angle)
         return kernel.contains(*state.unbind(-1))
 

@@ -159,7 +159,7 @@ class PointMassEnv(NativeEnv):
     def _above_level(self, state: Tensor, level: float) -> Tensor:
         # The set {V >= level}, for 0 <= level <= .25. The triangles lie in bands of y that do not overlap, so that
         # each obstacle can be judged on its own: the side boxes' from -2 up to their tops, the centre's from there.
-        state = state if state.is_floating_point() else state.to(self.dtype)
+        state = self._floating(state)
         x, y = state[..., 0].abs(), state[..., 1]
 
         def reach(height: float) -> Tensor:

@@ -29,6 +29,12 @@ def check_positive(**values: float) -> None:
             raise ValueError(f"{name}={value} must be positive and finite")
 
 
+def check_share(share: float, meaning: str) -> None:
+    """Raises ValueError unless `share`, whose meaning is told, lies in (0, 1]."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share} must lie in (0, 1]: {meaning}")
+
+
 def check_dtype(dtype: torch.dtype) -> None:
     """Raises ValueError unless `dtype` is a floating-point type."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
