@@ -1,13 +1,14 @@
 """Frames per second of whole Rainbow loops on LunarLander-v3: the package beside plain PyTorch, and Tianshou.
 
-python benchmarks/compare_rainbow.py [rounds] [frames of a round] [loops, e.g. by_hand,ours]
+python benchmarks/compare_rainbow.py [rounds] [frames of a round] [frames before the first update] [loops, e.g. ours]
 
 All learn with one thread from 8 environments side by side: an update of 128 a frame, a network of 8-128-128 with a
 noisy dueling head of 51 atoms on +-100, n = 3, a prioritized buffer of 100,000 (alpha .2, beta .6 -> 1), Adam at 5e-4,
 clipping at 10, and a target copied every 1,000 updates. The package runs the loop of examples/rainbow_safety.py, as it
 is and with the loss compiled, which takes minutes at first. After the warm-up the loops take turns, each round begun by
-the next one. Processor time counts where other work runs beside. Tianshou takes part where it is installed. Needs the
-extra `gym`.
+the next one. With 100,000 frames before the first update the buffers are full, as in most of a long training: Tianshou
+looks through its whole buffer at every step. Processor time counts where other work runs beside. Tianshou takes part
+where it is installed. Needs the extra `gym`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ STORED = ["observation", "action", *(("next", key) for key in ("observation", "r
 STORED += [("next", key) for key in ("done", "terminated", "truncated")]
 
 
-def ours(*, compiled: bool) -> Loop:
+def ours(warmup: int, *, compiled: bool) -> Loop:
     torch.manual_seed(0)
     env = LunarLanderEnv(NUM_ENVS, seed=0)
     network = RainbowNetwork(8, 4, support=(LOW, HIGH), atoms=ATOMS, hidden=(128, 128), sigma_init=SIGMA)
@@ -84,7 +85,7 @@ def ours(*, compiled: bool) -> Loop:
                 transition, state = env.step_and_maybe_reset(explore(state))
             epsilon.step(NUM_ENVS)
             buffer.extend(transition.select(*STORED))
-            for _ in range(NUM_ENVS if len(buffer) >= WARMUP else 0):
+            for _ in range(NUM_ENVS if len(buffer) >= warmup else 0):
                 batch = buffer.sample()
                 reset_noise(loss)
                 losses = compute(batch)
@@ -98,7 +99,7 @@ def ours(*, compiled: bool) -> Loop:
     return run
 
 
-def tianshou() -> Loop:
+def tianshou(warmup: int) -> Loop:
     import gymnasium
     from tianshou.algorithm.algorithm_base import policy_within_training_step
     from tianshou.algorithm.modelfree.c51 import C51Policy
@@ -143,7 +144,7 @@ def tianshou() -> Loop:
         for _ in range(frames // NUM_ENVS):
             with policy_within_training_step(policy):
                 collector.collect(n_step=NUM_ENVS)
-                for _ in range(NUM_ENVS if len(buffer) >= WARMUP else 0):
+                for _ in range(NUM_ENVS if len(buffer) >= warmup else 0):
                     buffer.set_beta(min(1.0, BETA + (1 - BETA) * updates / BUDGET))
                     algorithm.update(buffer=buffer, sample_size=BATCH)
                     updates += 1
@@ -152,20 +153,21 @@ def tianshou() -> Loop:
 
 
 def main() -> None:
-    rounds, frames = (int(x) for x in (sys.argv[1:3] + ["5", "1500"][len(sys.argv[1:3]) :]))
+    numbers = sys.argv[1:4]
+    rounds, frames, warmup = (int(x) for x in numbers + ["5", "1500", str(WARMUP)][len(numbers) :])
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     built: dict[str, Callable[[], Loop]] = {
-        "by_hand": lambda: Rainbow(0, BUDGET).run,
-        "ours": lambda: ours(compiled=False),
-        "compiled": lambda: ours(compiled=True),
+        "by_hand": lambda: Rainbow(0, BUDGET, warmup).run,
+        "ours": lambda: ours(warmup, compiled=False),
+        "compiled": lambda: ours(warmup, compiled=True),
     }
     if importlib.util.find_spec("tianshou"):
-        built["tianshou"] = tianshou
-    loops = {name: built[name]() for name in (sys.argv[3].split(",") if len(sys.argv) > 3 else built)}
+        built["tianshou"] = lambda: tianshou(warmup)
+    loops = {name: built[name]() for name in (sys.argv[4].split(",") if len(sys.argv) > 4 else built)}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     for loop in loops.values():
-        loop(WARMUP + 400)
+        loop(warmup + 400)
     names = list(loops)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:

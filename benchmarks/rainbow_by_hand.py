@@ -108,7 +108,7 @@ class Replay:
 
 
 class Rainbow:
-    def __init__(self, seed: int, budget: int) -> None:
+    def __init__(self, seed: int, budget: int, warmup: int = WARMUP) -> None:
         torch.manual_seed(seed)
         self.envs = [gymnasium.make("LunarLander-v3") for _ in range(NUM_ENVS)]
         self.now = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)])
@@ -118,7 +118,8 @@ class Rainbow:
         self.optimizer = torch.optim.Adam(self.parameters, LR, fused=True)
         self.support = torch.linspace(LOW, HIGH, ATOMS)
         self.replay, self.windows = Replay(8, seed), [deque(maxlen=N_STEPS) for _ in self.envs]
-        self.rows, self.budget, self.frames, self.updates = torch.arange(BATCH), budget, 0, 0
+        self.rows, self.budget, self.warmup = torch.arange(BATCH), budget, warmup
+        self.frames = self.updates = 0
         self.returns, self.running = [], [0.0] * NUM_ENVS
 
     @torch.no_grad()
@@ -178,7 +179,7 @@ class Rainbow:
     def run(self, frames: int) -> None:
         for _ in range(frames // NUM_ENVS):
             self.step()
-            for _ in range(NUM_ENVS if self.frames >= WARMUP else 0):
+            for _ in range(NUM_ENVS if self.frames >= self.warmup else 0):
                 self.update()
 
 
