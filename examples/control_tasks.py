@@ -109,7 +109,7 @@ class ExactSet:
             low=cfg.env.grid.low,
             high=cfg.env.grid.high,
             grid=cfg.env.grid.nodes,
-            level=cfg.problem.get("level", 0.0),  # in the files of a script that asks for one
+            level=cfg.problem.level if "level" in cfg.problem else 0.0,  # in the files of a script that asks for one
             rollout_steps=cfg.rollout_steps,
             seed=cfg.seed,
         )
