@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,12 @@ from torchrl.data import Bounded, Categorical, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_safety.envs.base import END_CRITERIA
-from torchrl_safety.envs.settings import check_choice, check_count
+from torchrl_safety.envs.gym_cores import Margin, check_settings, is_discrete, is_made_anew, layout, make_envs, reader
 from torchrl_safety.envs.stateless import DONE_KEYS, clear_ended, is_plain, require
 
 __all__ = ["SafetyGymEnv"]
 
-Margin = Callable[[Any, Any, Mapping[str, Any]], float]
 Arrays = dict[str, np.ndarray]
-ENDS = ("env", "failure", "reach_avoid")
 
 
 class SafetyGymEnv(EnvBase):
@@ -96,27 +93,27 @@ class SafetyGymEnv(EnvBase):
         if end_criterion is None:
             end_criterion = "env" if safety_margin is None else "failure"
         margins = {"safety_margin": safety_margin, "target_margin": target_margin}
-        _check_settings(num_envs, margins, max_steps, end_criterion, seed, dtype)
+        check_settings(num_envs, margins, max_steps, end_criterion, seed, dtype)
         device = torch.get_default_device() if device is None else torch.device(device)
         super().__init__(device=device, batch_size=(num_envs,))
         self.end_criterion = end_criterion
         self.max_steps = max_steps
         self.dtype = dtype
-        self._margins = {name: _reader(name, margin) for name, margin in margins.items() if margin is not None}
+        self._margins = {name: reader(name, margin) for name, margin in margins.items() if margin is not None}
         self._is_terminal = END_CRITERIA.get(end_criterion)
         self._real = torch.empty((), dtype=dtype, device="cpu").numpy().dtype
-        self.envs = _make_envs(env, num_envs, max_steps, env_settings)
+        self.envs = make_envs(env, num_envs, max_steps, env_settings)
         self.is_closed = False
         actions = self.envs[0].action_space
         if any(one.action_space != actions for one in self.envs):
             raise ValueError(f"env={env!r} made environments of different action spaces: it must make the same ones")
-        self._discrete = _is_discrete(actions)
+        self._discrete = is_discrete(actions)
         self._action_shape = torch.Size((num_envs, *actions.shape))
         if self._discrete:  # as integers of Python, with which comparing is cheap
             self._first_action, self._last_action = int(actions.start), int(actions.n) - 1
         space = self.envs[0].observation_space
         reserved = {"action", "next", "reward", *DONE_KEYS, *self._margins}
-        self._observations = _layout(space, self._real, reserved)
+        self._observations = layout(space, self._real, reserved)
         self._is_dict = hasattr(space, "spaces")
         self._seeds: list[int | None] = [None] * num_envs
         self._ended = [True] * num_envs
@@ -158,7 +155,7 @@ class SafetyGymEnv(EnvBase):
         generators = state.pop("generators")
         super().__setstate__(state)
         for row, env in enumerate(self.envs):
-            if _is_made_anew(env):
+            if is_made_anew(env):
                 env.unwrapped.np_random.bit_generator.state = generators[row]
                 self._ended[row] = True
 
@@ -335,111 +332,6 @@ class SafetyGymEnv(EnvBase):
     def _set_seed(self, seed: int | None) -> None:
         first = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
         self._seeds = [first + row for row in range(len(self.envs))]
-
-
-def _check_settings(
-    num_envs: int,
-    margins: Mapping[str, Any],
-    max_steps: int | None,
-    end_criterion: str,
-    seed: int | None,
-    dtype: torch.dtype,
-) -> None:
-    check_count("num_envs", num_envs, "the number of copies that run side by side")
-    if max_steps is not None:
-        check_count("max_steps", max_steps, "or None for the time limit of the environment")
-    for name, margin in margins.items():
-        if not (margin is None or isinstance(margin, str) or callable(margin)):
-            raise ValueError(f"{name}={margin!r} must be a function of (env, observation, info) or a name in info")
-    check_choice("end_criterion", end_criterion, ENDS)
-    needed = {"env": (), "failure": ("safety_margin",), "reach_avoid": ("safety_margin", "target_margin")}
-    missing = [name for name in needed[end_criterion] if margins[name] is None]
-    if missing:
-        raise ValueError(f"end_criterion={end_criterion!r} needs {' and '.join(missing)}: pass it, or use 'env'")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-        raise ValueError(f"seed={seed!r} must be a whole number of at least 0, or None to draw one")
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype={dtype} must be torch.float32 or torch.float64, the types that Gymnasium computes in")
-
-
-def _make_envs(env: str | Callable[..., Any], num_envs: int, max_steps: int | None, settings: dict) -> list[Any]:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ImportError("SafetyGymEnv needs Gymnasium: pip install 'torchrl-safety[gym]'") from error
-    if isinstance(env, str):
-        limit: dict[str, Any] = {} if max_steps is None else {"max_episode_steps": max_steps}
-        try:
-            return [gymnasium.make(env, **limit, **settings) for _ in range(num_envs)]
-        except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-            raise ImportError(f"env={env!r} lacks a dependency ({error}): pip install 'torchrl-safety[gym]'") from error
-        except gymnasium.error.Error as error:
-            raise ValueError(
-                f"env={env!r} cannot be made ({error}): give an id that gymnasium.make takes, or a callable"
-            ) from error
-    if not callable(env):
-        raise ValueError(f"env={env!r} must be an id, such as 'CartPole-v1', or a callable that makes an environment")
-    made = [env(**settings) for _ in range(num_envs)]
-    if not all(isinstance(one, gymnasium.Env) for one in made):
-        raise ValueError(f"env={env!r} made a {type(made[0]).__name__}: it must make one gymnasium.Env")
-    if len({id(one.unwrapped) for one in made}) < num_envs:
-        raise ValueError(f"env={env!r} made the same environment twice: it must make a new one each time")
-    return made if max_steps is None else [gymnasium.wrappers.TimeLimit(one, max_steps) for one in made]
-
-
-def _is_discrete(space: Any) -> bool:
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Discrete):
-        return True
-    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        return False
-    raise ValueError(
-        f"the action space {space} has no place here: wrap the environment so that it is Discrete or a floating-point "
-        "Box"
-    )
-
-
-def _layout(space: Any, real: np.dtype, reserved: set[str]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """The shape of one row and the type of every entry of an observation."""
-    from gymnasium import spaces
-
-    leaves = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
-    for name, leaf in leaves.items():
-        if name in reserved:
-            raise ValueError(f"the observation has an entry {name!r}, which is a key of the environment: rename it")
-        if not isinstance(leaf, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
-            raise ValueError(
-                f"the space of {name!r}, {leaf}, has no place here: flatten it with "
-                "gymnasium.wrappers.FlattenObservation"
-            )
-    return {
-        name: (leaf.shape or (1,), real if np.issubdtype(leaf.dtype, np.floating) else np.dtype(leaf.dtype))
-        for name, leaf in leaves.items()
-    }
-
-
-def _is_made_anew(env: Any) -> bool:
-    """Whether a copy of the environment is a new one of the same arguments, which was never reset."""
-    from gymnasium.utils import EzPickle
-
-    layers = [env]
-    while layers[-1] is not env.unwrapped:
-        layers.append(layers[-1].env)
-    return any(isinstance(layer, EzPickle) for layer in layers)
-
-
-def _reader(name: str, margin: Margin | str) -> Margin:
-    return partial(_read_info, name, margin) if isinstance(margin, str) else margin  # both can be pickled
-
-
-def _read_info(name: str, entry: str, env: Any, observation: Any, info: Mapping[str, Any]) -> float:
-    if entry not in info:
-        raise KeyError(
-            f"{name}={entry!r} is not in info, which holds {sorted(map(str, info))}: emit it in reset and in step, or "
-            f"pass a function as {name}"
-        )
-    return info[entry]
 
 
 def _merge(rows: Sequence[int], new: Arrays, old: Arrays) -> Arrays:
