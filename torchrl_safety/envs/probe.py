@@ -12,16 +12,30 @@ import torch
 from tensordict import TensorDictBase, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data import TensorSpec
 from torchrl.envs import Compose, EnvBase, GymLikeEnv, Transform, TransformedEnv
 
 from torchrl_safety.envs.base import NativeEnv
 from torchrl_safety.envs.gym import SafetyGymEnv
 
-__all__ = ["RAISED", "Rollout", "base_env", "gym_layers", "one_line", "roll_out", "transforms_of", "undisturbed"]
+__all__ = [
+    "RAISED",
+    "WHERE",
+    "Rollout",
+    "base_env",
+    "gym_layers",
+    "leaf_specs",
+    "one_line",
+    "reward_keys",
+    "roll_out",
+    "transforms_of",
+    "undisturbed",
+]
 
 # What an environment that is not wired properly is seen to raise; anything else is left to its traceback.
 RAISED = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 RESETS = 3
+WHERE = ("at reset", "after a step")
 
 
 class Rollout(NamedTuple):
@@ -62,6 +76,17 @@ def base_env(env: EnvBase) -> EnvBase:
     while isinstance(env, TransformedEnv):
         env = env.base_env
     return env
+
+
+def leaf_specs(env: EnvBase) -> dict[NestedKey, TensorSpec]:
+    """The spec of every observation and reward."""
+    specs = [*env.full_observation_spec.items(True, True), *env.full_reward_spec.items(True, True)]
+    return {unravel_key(key): spec for key, spec in specs}
+
+
+def reward_keys(env: EnvBase) -> set[NestedKey]:
+    """The keys under which a step writes rewards."""
+    return {unravel_key(key) for key in env.reward_keys}
 
 
 def transforms_of(env: EnvBase) -> Iterator[Transform]:
