@@ -1,6 +1,7 @@
 """Replay: priority trees, samplers and transforms."""
 
-from torchrl_safety.data.buffers import HindsightPrioritizedReplayBuffer, HindsightReplayBuffer
+from torchrl_safety.data.buffers import HindsightReplayBuffer
+from torchrl_safety.data.buffers_prioritized import HindsightPrioritizedReplayBuffer
 from torchrl_safety.data.goals import GoalCondition
 from torchrl_safety.data.hindsight import HindsightTransform
 from torchrl_safety.data.lean import LeanReplayBuffer
