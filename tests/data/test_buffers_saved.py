@@ -93,8 +93,7 @@ def test_a_state_of_other_settings_or_of_the_other_buffer_is_refused_with_nothin
 
 
 SAVER = """
-import sys, torch
-sys.path.insert(0, {tests!r})
+import sys
 from hindsight_buffers import frames_of, make
 from torchrl_safety.data import HindsightPrioritizedReplayBuffer
 buffer = make(HindsightPrioritizedReplayBuffer, 20_000)
@@ -109,11 +108,10 @@ while True:
 @pytest.mark.slow
 def test_a_kill_while_saving_leaves_the_earlier_file_readable(tmp_path):
     path = tmp_path / "buffer.pt"
-    code = SAVER.format(tests=os.path.dirname(__file__))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for wait in (0.0, 0.004, 0.02, 0.05):
         process = subprocess.Popen(
-            [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", SAVER, str(path)], stdout=subprocess.PIPE, text=True, env=environment
         )
         assert process.stdout is not None
         while not process.stdout.readline().strip().isdigit():  # of what is told, the lengths after each save
