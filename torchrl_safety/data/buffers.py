@@ -40,8 +40,9 @@ class HindsightReplayBuffer(LeanReplayBuffer):
     transform for goals, layouts (`num_envs`) and what is recomputed. Source: Andrychowicz et al. 2017.
 
     Args:
-        observation_spec: entries of a state.
-        action_spec: the entry ``"action"``, or a Composite with every entry that belongs to the action.
+        observation_spec: entries of a state of one env, ``env.observation_spec_unbatched``.
+        action_spec: the entry ``"action"`` of one env, ``env.action_spec_unbatched``, or a Composite with every entry
+            that belongs to the action.
         reward_fn, terminated_fn, goal_conditions: see :class:`HindsightTransform`; as are `target_margin_fn`,
             `strategy` (``"final"``, ``"episode"``, ``"future"``, ``"random"``), `num_goal_samples`, `keep_failures`
             and `num_envs`.
@@ -50,8 +51,8 @@ class HindsightReplayBuffer(LeanReplayBuffer):
         generator: source of random numbers, for goals and samples; if None, one seeded from torch's global one.
 
     Raises:
-        ValueError: for settings out of range, and frames of a recurrent policy, which hindsight does not support: their
-            hidden states were computed from the goal that is replaced.
+        ValueError: for settings out of range, specs of several envs, and frames of a recurrent policy, which hindsight
+            does not support: their hidden states were computed from the goal that is replaced.
 
     Example:
         >>> import torch
@@ -93,6 +94,8 @@ class HindsightReplayBuffer(LeanReplayBuffer):
     ) -> None:
         self.observation_spec = observation_spec
         self.action_spec = action_spec if isinstance(action_spec, Composite) else Composite(action=action_spec)
+        _refuse_batched("observation_spec", self.observation_spec)
+        _refuse_batched("action_spec", self.action_spec)
         generator = _generator_from(None) if generator is None else generator
         capacity = positive("capacity", capacity, remedy="10000 is the default")
         hindsight = HindsightTransform(
@@ -263,8 +266,8 @@ class HindsightReplayBuffer(LeanReplayBuffer):
         wanted = trajectory_length * (self.hindsight.num_envs or 1)
         if len(originals) < wanted:
             raise ValueError(
-                f"trajectory_length={trajectory_length} needs {wanted} frames, the buffer holds {len(originals)}; "
-                "give a smaller one."
+                f"trajectory_length={trajectory_length} needs {wanted} frames, the buffer holds {len(originals)} "
+                f"beside {len(slots) - len(originals)} copies; give a smaller one, or the buffer a larger capacity."
             )
         chosen = originals[-wanted:]
         frames = self._storage.get(chosen).exclude(RELABELLED)
@@ -392,6 +395,13 @@ def _refuse_recurrent(frames: TensorDictBase) -> None:
                 f"The frames hold {key!r}, the hidden state of a recurrent policy, which was computed from the goal "
                 "that hindsight replaces: use a policy without memory, or a buffer without hindsight."
             )
+
+
+def _refuse_batched(name: str, spec: Composite) -> None:
+    if spec.shape:
+        raise ValueError(
+            f"{name} describes a batch {list(spec.shape)} of envs; give that of one env, env.{name}_unbatched."
+        )
 
 
 def _mismatch(frames: TensorDictBase, path: Any, batch: torch.Size, spec: TensorSpec) -> list[str]:

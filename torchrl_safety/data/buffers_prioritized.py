@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 
@@ -83,3 +84,17 @@ class HindsightPrioritizedReplayBuffer(HindsightReplayBuffer):
 
     def _resized_sampler(self, kept: Tensor, capacity: int) -> Sampler:
         return self._sampler.resized(kept, capacity)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Give the items of a sample the priorities that stand in it; in sequences, each step its own.
+
+        Raises:
+            KeyError: if they do not stand there, where TorchRL's buffers would take the largest priority for all.
+        """
+        if data.get(self.priority_key, None) is None:
+            present = sorted(map(str, data.keys()))
+            raise KeyError(
+                f"Priority {self.priority_key!r} is missing: the batch holds {present}. Write the errors there, or "
+                "name their key: buffer.priority_key = ..."
+            )
+        super().update_tensordict_priority(data)

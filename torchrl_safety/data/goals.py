@@ -328,7 +328,10 @@ def _entry(state: TensorDictBase, key: NestedKey) -> Tensor:
     value = state.get(key, None)
     if not isinstance(value, Tensor):
         present = sorted(map(str, state.keys(True, True)))
-        raise KeyError(f"Entry {key!r} is missing: the state holds {present}. Write it, or name another key.")
+        raise KeyError(
+            f"Entry {key!r} is missing: the state holds {present}. Write it into both states of a transition, the root "
+            "and 'next' (what is recomputed, into 'next' alone), or name another key."
+        )
     return value
 
 
