@@ -2,7 +2,7 @@
 
 Run on one thread, `OMP_NUM_THREADS=1 python -m pytest benchmarks/bench_replay.py`, and compare the rows of one run with
 each other: machines differ, ratios less so. Rows of cpprb, Tianshou and TorchRL's own sampler need these installed (and
-TorchRL's compiled extension); where numba is installed the tree searches with it, and the rows `without numba` do not.
+TorchRL's compiled extension); where numba is installed the tree uses it, and the rows `without numba` do not.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ def filled_buffer(
 @pytest.fixture(params=["as installed", "without numba"])
 def search(request, monkeypatch):
     if request.param == "without numba":
-        monkeypatch.setattr(priority_tree, "compiled_search", lambda: None)
+        monkeypatch.setattr(priority_tree, "compiled_kernels", lambda: None)
 
 
 @sizes

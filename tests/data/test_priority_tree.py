@@ -221,6 +221,14 @@ def test_a_state_of_another_capacity_is_refused():
         PriorityTree(3).load_state_dict(PriorityTree(2).state_dict())
 
 
+# Not compiled here, so that they are compared also where numba is absent.
+LOOPS = priority_kernels.Kernels(priority_kernels.search, priority_kernels.write)
+
+
+def use(monkeypatch, kernels):
+    monkeypatch.setattr(priority_tree, "compiled_kernels", lambda: kernels)
+
+
 @pytest.mark.parametrize("capacity", [1, 63, 64, 1000, 16_384 * 64 + 5])
 def test_the_compiled_search_finds_the_very_slots_that_the_tensors_find(capacity, monkeypatch):
     generator = torch.Generator().manual_seed(capacity)
@@ -229,26 +237,58 @@ def test_the_compiled_search_finds_the_very_slots_that_the_tensors_find(capacity
     u = torch.rand(300, dtype=torch.float64, generator=generator)
     u = torch.cat([u, torch.linspace(0, 1, 101).double(), torch.tensor([5e-324, 1 - 2**-53], dtype=torch.float64)])
     tree = filled(leaves)
-    # Not compiled here, so that it is compared also where numba is absent.
-    monkeypatch.setattr(priority_tree, "compiled_search", lambda: priority_kernels.search)
+    use(monkeypatch, LOOPS)
     slot, leaf = tree.find(u)
-    monkeypatch.setattr(priority_tree, "compiled_search", lambda: None)
+    use(monkeypatch, None)
     expected_slot, expected_leaf = tree.find(u)
     assert torch.equal(slot, expected_slot)
     assert torch.equal(leaf, expected_leaf)
 
 
 def test_a_row_with_less_mass_than_its_node_gives_its_last_child_in_both_forms(monkeypatch):
-    for form in (priority_kernels.search, None):
-        monkeypatch.setattr(priority_tree, "compiled_search", lambda form=form: form)
+    for form in (LOOPS, None):
+        use(monkeypatch, form)
         tree = filled([1.0, 2.0, 3.0, 0.0])
         tree._top[0] = 6.5  # as if rounding had made the sum larger than its parts
         assert tree.sample(torch.tensor([0.99])).tolist() == [2]
 
 
-def test_the_search_is_left_to_tensors_where_numba_is_absent(monkeypatch):
+@pytest.mark.parametrize("capacity", [1, 64, 1000, 200_000])
+def test_compiled_writes_leave_the_sums_that_tensors_leave(capacity, monkeypatch):
+    generator = torch.Generator().manual_seed(capacity)
+    use(monkeypatch, LOOPS)
+    trees = [PriorityTree(capacity), PriorityTree(capacity)]
+    for _ in range(5):
+        slot = torch.randint(capacity, (40,), generator=generator)  # some of them twice
+        leaf = torch.rand(40, dtype=torch.float64, generator=generator)
+        for form, tree in zip((LOOPS, None), trees):
+            use(monkeypatch, form)
+            tree.set(slot, leaf)
+    looped, by_tensors = trees
+    assert torch.equal(looped.get(torch.arange(capacity)), by_tensors.get(torch.arange(capacity)))
+    for key, sums in by_tensors.state_dict().items():
+        torch.testing.assert_close(looped.state_dict()[key], sums, rtol=1e-14, atol=0)
+    assert looped.min == by_tensors.min
+
+
+@pytest.mark.parametrize("ways", [(LOOPS, None), (None, LOOPS)])
+def test_a_state_goes_from_tensors_to_compiled_loops_and_back(ways, monkeypatch):
+    leaves = torch.rand(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    use(monkeypatch, ways[0])
+    tree = filled(leaves)
+    state = tree.state_dict()
+    use(monkeypatch, ways[1])
+    other = PriorityTree(len(leaves))
+    assert len(other.state_dict()) != len(state)  # another number of levels
+    other.load_state_dict(state)
+    u = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    assert torch.equal(other.sample(u), tree.sample(u))
+    torch.testing.assert_close(other.total, leaves.sum(), rtol=1e-13, atol=0)
+
+
+def test_loops_are_left_to_tensors_where_numba_is_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert priority_kernels.compiled_search.__wrapped__() is None
+    assert priority_kernels.compiled_kernels.__wrapped__() is None
 
 
 @pytest.mark.parametrize("capacity", [5, 1000, 1_100_000])

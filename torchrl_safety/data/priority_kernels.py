@@ -1,9 +1,10 @@
-"""The search of a priority tree as one compiled loop, for CPUs where numba is installed."""
+"""Search and writes of a priority tree as compiled loops, for CPUs where numba is installed."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,11 +58,43 @@ def search(u: np.ndarray, sums: np.ndarray, levels: tuple[np.ndarray, ...], slot
     return True
 
 
+def write(index: np.ndarray, leaf: np.ndarray, levels: tuple[np.ndarray, ...], top: np.ndarray) -> None:
+    """Writes leaves and the sums above them, as the tensor form of `PriorityTree.write` does but for rounding.
+
+    Args:
+        index: slots, `[B]` int64; of rows with the same slot the last one wins.
+        leaf: weights, `[B]` float64.
+        levels: rows of children, the lowest first, each `[G, R]` float64; written.
+        top: sums of the highest rows, `[M]` float64; written.
+    """
+    leaves = levels[0]
+    radix = leaves.shape[1]
+    for i in range(index.shape[0]):
+        leaves[index[i] // radix, index[i] % radix] = leaf[i]
+    for level in range(len(levels)):
+        width = radix ** (level + 1)
+        for i in range(index.shape[0]):
+            group = index[i] // width
+            total = levels[level][group].sum()
+            if level + 1 < len(levels):
+                levels[level + 1][group // radix, group % radix] = total
+            else:
+                top[group] = total
+
+
+class Kernels(NamedTuple):
+    """The compiled loops."""
+
+    search: Callable[..., bool]
+    write: Callable[..., None]
+
+
 @functools.cache
-def compiled_search() -> Callable[..., bool] | None:
-    """:func:`search`, compiled at its first call; `None` without numba."""
+def compiled_kernels() -> Kernels | None:
+    """:func:`search` and :func:`write`, compiled at their first calls; `None` without numba."""
     try:
         from numba import njit
     except ImportError:
         return None
-    return njit(search, nogil=True)
+    # The sums of a row may be taken in any order, so that the compiler can use vectors.
+    return Kernels(njit(search, nogil=True), njit(write, nogil=True, fastmath={"reassoc", "nsz"}))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_safety.data.priority_kernels import compiled_search
+from torchrl_safety.data.priority_kernels import Kernels, compiled_kernels
 
-# 64 children a node and one flat array of at most 16384 nodes on top were the fastest of the shapes measured
-# (`benchmarks/bench_replay.py`): up to a million leaves there is a single level of gathers.
+# 64 children a node were the fastest (`benchmarks/bench_replay.py`). What stands above the rows is one flat array, of
+# which each draw after a write takes the running sums: for tensor operations that costs less than a level of gathers up
+# to so many nodes, while the compiled loops pass a level in no time.
 _SHIFT = 6
 _RADIX = 1 << _SHIFT
 _MAX_TOP = 1 << 14
+_MAX_TOP_COMPILED = 1 << 11
 # From so many rows on it pays to look for neighbours, such as those of an `extend`, and to visit each group once.
 _MANY_ROWS = 512
 _NO_LEAF = "all leaves are 0, so nothing can be drawn: set a positive leaf first."
@@ -29,7 +32,7 @@ class PriorityTree:
     A write recomputes the sums above it from their children, so that rounding errors do not add up. A leaf of 0 is an
     empty slot: it is never drawn and does not count for :attr:`min`. Nothing here waits for an accelerator; there, a
     wrong index or an empty tree stops the program by a device-side assertion instead of an exception. On a CPU with
-    numba installed the search is one compiled loop, which finds the very same slots.
+    numba installed search and writes are compiled loops; the search finds the very same slots.
 
     Args:
         capacity: number of slots, at least 1.
@@ -54,13 +57,13 @@ class PriorityTree:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"capacity must be a positive integer, got {capacity!r}: pass the size of the buffer.")
         self.capacity = capacity
-        self._rows: list[Tensor] = []
         # One slot more than asked: masked writes put their zero there.
-        nodes = capacity + 1
-        while not self._rows or nodes > _MAX_TOP:
+        nodes = -(-(capacity + 1) // _RADIX)
+        self._rows = [torch.zeros(nodes, _RADIX, dtype=torch.float64, device=device)]
+        self.device = self._rows[0].device
+        while nodes > (_MAX_TOP if self._kernels() is None else _MAX_TOP_COMPILED):
             nodes = -(-nodes // _RADIX)
             self._rows.append(torch.zeros(nodes, _RADIX, dtype=torch.float64, device=device))
-        self.device = self._rows[0].device
         self._top = torch.zeros(nodes, dtype=torch.float64, device=self.device)
         # Running sums of `_top` behind a leading zero; made again at the first read after a write.
         self._cumulative = torch.zeros(nodes + 1, dtype=torch.float64, device=self.device)
@@ -119,9 +122,13 @@ class PriorityTree:
         Rows with the same slot hold the same leaf, save on a CPU, where rows are written in their order. A leaf for
         no slot is a 0 for the slot `capacity`.
         """
-        self._rows[0].view(-1).scatter_(0, index, leaf)
+        self._cumulative_is_old = True
         node = group_of(index)
         self._smallest.forget(node)
+        if index.numel() <= _MANY_ROWS and (kernels := self._kernels()) is not None:
+            kernels.write(index.numpy(), leaf.numpy(), self._arrays(), self._top.numpy())
+            return
+        self._rows[0].view(-1).scatter_(0, index, leaf)
         for level, (rows, above) in enumerate(self._levels()):
             if level:
                 node = group_of(node)
@@ -129,7 +136,6 @@ class PriorityTree:
                 above.scatter_(0, node, rows.index_select(0, node).sum(1))
             else:
                 torch.sum(rows, 1, out=above.narrow(0, 0, rows.shape[0]))
-        self._cumulative_is_old = True
 
     def write_run(self, run: slice, leaf: float) -> None:
         """:meth:`write` of one leaf into the neighbouring slots `run` on a CPU."""
@@ -143,8 +149,7 @@ class PriorityTree:
     def fill(self, leaf: Tensor) -> None:
         """Write all slots at once: `leaf` float64 `[capacity]`, finite and not negative."""
         self._rows[0].view(-1).narrow(0, 0, self.capacity).zero_().add_(leaf)
-        for rows, above in self._levels():
-            torch.sum(rows, 1, out=above.narrow(0, 0, rows.shape[0]))
+        self._sum_all()
         self._forget_all()
 
     def get(self, index: Tensor) -> Tensor:
@@ -188,13 +193,12 @@ class PriorityTree:
             RuntimeError: if all leaves are 0 (on a CPU).
         """
         sums = self._running_sums()
-        search = compiled_search() if self.device.type == "cpu" and u.device.type == "cpu" else None
-        if search is None:
+        kernels = self._kernels() if u.device.type == "cpu" else None
+        if kernels is None:
             return self._find_by_tensors(u.to(dtype=torch.float64, device=self.device, non_blocking=True), sums)
         u = u.double()
         slot, leaf = torch.empty_like(u, dtype=torch.long), torch.empty_like(u)
-        levels = tuple([rows.numpy() for rows in self._rows])
-        if not search(u.numpy(), sums.numpy(), levels, slot.numpy(), leaf.numpy()):
+        if not kernels.search(u.numpy(), sums.numpy(), self._arrays(), slot.numpy(), leaf.numpy()):
             raise RuntimeError(_NO_LEAF)
         return slot, leaf
 
@@ -238,7 +242,7 @@ class PriorityTree:
         return {"capacity": torch.tensor(self.capacity), **state, "top": self._top.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take over a state; its device may differ.
+        """Take over a state; its device may differ, and whether it comes from compiled loops.
 
         Raises:
             ValueError: if the state is one of a tree of another capacity.
@@ -248,14 +252,28 @@ class PriorityTree:
                 f"the state holds a tree of capacity {int(state_dict['capacity'])}, this one has capacity "
                 f"{self.capacity}: build it with the capacity that was saved."
             )
-        for i, rows in enumerate(self._rows):
-            rows.copy_(state_dict[f"level_{i}"])
-        self._top.copy_(state_dict["top"])
+        if state_dict["top"].shape == self._top.shape:
+            for i, rows in enumerate(self._rows):
+                rows.copy_(state_dict[f"level_{i}"])
+            self._top.copy_(state_dict["top"])
+        else:
+            self._rows[0].copy_(state_dict["level_0"])
+            self._sum_all()
         self._forget_all()
+
+    def _sum_all(self) -> None:
+        for rows, above in self._levels():
+            torch.sum(rows, 1, out=above.narrow(0, 0, rows.shape[0]))
 
     def _levels(self) -> list[tuple[Tensor, Tensor]]:
         """Rows of children, the lowest first, each with the flat nodes above it."""
         return list(zip(self._rows, [*(rows.view(-1) for rows in self._rows[1:]), self._top]))
+
+    def _kernels(self) -> Kernels | None:
+        return compiled_kernels() if self.device.type == "cpu" else None
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return tuple([rows.numpy() for rows in self._rows])
 
     def _running_sums(self) -> Tensor:
         if self._cumulative_is_old:
