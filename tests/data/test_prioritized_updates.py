@@ -6,7 +6,10 @@ import math
 import pytest
 import torch
 from prioritized_buffers import items, leaf_of, leaves, make
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage
+from tensordict import TensorDict
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+
+from torchrl_safety.data import PrioritizedSampler, priority_kernels, priority_tree
 
 
 @pytest.mark.parametrize("normalization", ["batch", "buffer"])
@@ -212,3 +215,44 @@ def test_an_update_of_a_slot_that_was_never_written_is_refused_also_without_the_
     buffer.empty()
     with pytest.raises(IndexError, match="the buffer holds 0 items"):
         buffer.sampler.update_priority(0, 9.0)
+
+
+@pytest.mark.parametrize("max_priority", ["ever", "buffer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_batch_updated_in_loops_is_one_updated_by_tensors(max_priority, dtype, monkeypatch):
+    loops = priority_kernels.make_kernels(lambda loop, **options: loop)
+    buffers = []
+    for form in (loops, None):
+        monkeypatch.setattr(priority_tree, "compiled_kernels", lambda form=form: form)
+        generator = torch.Generator().manual_seed(0)
+        sampler = PrioritizedSampler(300, max_priority=max_priority, generator=generator)
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(300), sampler=sampler, batch_size=40)
+        buffer.extend(TensorDict({"x": torch.arange(250.0)}, [250]))
+        for step in range(6):
+            index = buffer.sample()["index"]
+            assert sampler._update_drawn(index, torch.full((40,), torch.nan, dtype=dtype)) is False
+            buffer.update_priority(index, torch.linspace(0, 5 - step, 40, dtype=dtype))
+            buffer.extend(TensorDict({"x": torch.arange(30.0)}, [30]))
+        buffers.append(buffer)
+    looped, by_tensors = (buffer.sampler for buffer in buffers)
+    every = torch.arange(300)
+    assert torch.equal(looped.priority_of(every), by_tensors.priority_of(every))
+    assert looped.default_priority == by_tensors.default_priority
+    torch.testing.assert_close(looped._tree.get(every), by_tensors._tree.get(every), rtol=1e-14, atol=0)
+    torch.testing.assert_close(looped._tree.total, by_tensors._tree.total, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -1.0, 1e308])
+def test_a_loop_refuses_what_tensors_refuse_and_changes_nothing(wrong, monkeypatch):
+    loops = priority_kernels.make_kernels(lambda loop, **options: loop)
+    monkeypatch.setattr(priority_tree, "compiled_kernels", lambda: loops)
+    sampler = PrioritizedSampler(20, alpha=2.0)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    buffer.extend(TensorDict({"x": torch.arange(20.0)}, [20]))
+    before = sampler.state_dict()
+    index = buffer.sample()["index"]
+    with pytest.raises(ValueError, match="nothing was changed"):
+        buffer.update_priority(index, torch.tensor([1.0, wrong, 2.0, 3.0], dtype=torch.float64))
+    for name in ("level_0", "top"):
+        assert torch.equal(sampler.state_dict()["tree"][name], before["tree"][name])
+    assert torch.equal(sampler.state_dict()["records"]["signed_priority"], before["records"]["signed_priority"])

@@ -222,7 +222,7 @@ def test_a_state_of_another_capacity_is_refused():
 
 
 # Not compiled here, so that they are compared also where numba is absent.
-LOOPS = priority_kernels.Kernels(priority_kernels.search, priority_kernels.write)
+LOOPS = priority_kernels.make_kernels(lambda loop, **options: loop)
 
 
 def use(monkeypatch, kernels):

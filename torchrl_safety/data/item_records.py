@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,6 +111,17 @@ class ItemRecords:
         else:
             seen = priority if updated is None else torch.where(updated, priority, -1.0)
             self._highest_ever = torch.maximum(self._highest_ever, seen.amax())
+
+    def array(self) -> np.ndarray:
+        """The memory that holds each slot's priority, where the records lie on a CPU."""
+        return self._signed.view(-1).numpy()
+
+    def written(self, group: Tensor, highest: float) -> None:
+        """Takes note that updated priorities of these groups of 64 `[B]` are new, the largest of them `highest`."""
+        if self.forgets_evicted:
+            self._largest.forget(group)
+        else:
+            self._highest_ever.clamp_(min=highest)
 
     def is_fresh(self, slot: Tensor, stamp: Tensor) -> Tensor:
         """Whether each slot was last written at the time `stamp` or before, bool `[B]`."""

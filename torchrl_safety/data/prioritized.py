@@ -22,14 +22,17 @@ from torchrl_safety.data.priority_rows import (
     checked_priorities,
     flat_slots,
     items_in,
+    largest_priority,
     run_of,
     tensor_on,
 )
-from torchrl_safety.data.priority_tree import PriorityTree, last_row_of_each_slot
+from torchrl_safety.data.priority_tree import PriorityTree, group_of, last_row_of_each_slot
 from torchrl_safety.data.ranks import RankTable
 
 _STAMP = "priority_stamp"
 _STATE_FILE = "sampler.pt"
+# Up to so many rows one compiled loop is faster than torch's vectors, which then make up for their calls.
+_FEW_ROWS = 128
 
 
 class PrioritizedSampler(Sampler):
@@ -258,6 +261,8 @@ class PrioritizedSampler(Sampler):
             generation = getattr(index, _STAMP, None)
         is_current = isinstance(generation, int) and generation >= self._records.time
         if is_current and isinstance(index, Tensor) and self._is_last_draw(index):
+            if self._update_drawn(index, priority):
+                return
             slot, applies = index, None
         else:
             slot, applies = self._slots(index, storage, is_drawn=generation is not None)
@@ -277,6 +282,25 @@ class PrioritizedSampler(Sampler):
         self._tree.write(slot, leaf if applies is None else torch.where(applies, leaf, 0.0))
         if self._ranks is not None:
             self._ranks.changed(slot.numel())
+
+    def _update_drawn(self, slot: Tensor, priority: float | Tensor) -> bool:
+        """Whether the items of the last draw got these priorities in a compiled loop; if not, nothing has changed."""
+        kernels = self._tree.kernels()
+        if kernels is None or self._ranks is not None or not 1 < slot.numel() <= _FEW_ROWS:
+            return False
+        if not isinstance(priority, Tensor) or priority.shape != slot.shape or priority.device.type != "cpu":
+            return False
+        if priority.dtype not in (torch.float32, torch.float64):
+            return False
+        largest = largest_priority(alpha=self._alpha, eps=self._eps, capacity=self.max_size)
+        rows, known, tree = priority.detach().numpy(), self._records.array(), self._tree.arrays()
+        highest = kernels.update(slot.numpy(), rows, self._alpha, self._eps, largest, known, *tree)
+        if highest < 0:
+            return False
+        group = group_of(slot)
+        self._tree.written(group)
+        self._records.written(group, highest)
+        return True
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
         """Take note that items were written: each gets `default_priority`, and updates drawn before are stale.

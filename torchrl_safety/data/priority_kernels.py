@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,43 +58,90 @@ def search(u: np.ndarray, sums: np.ndarray, levels: tuple[np.ndarray, ...], slot
     return True
 
 
-def write(index: np.ndarray, leaf: np.ndarray, levels: tuple[np.ndarray, ...], top: np.ndarray) -> None:
-    """Writes leaves and the sums above them, as the tensor form of `PriorityTree.write` does but for rounding.
-
-    Args:
-        index: slots, `[B]` int64; of rows with the same slot the last one wins.
-        leaf: weights, `[B]` float64.
-        levels: rows of children, the lowest first, each `[G, R]` float64; written.
-        top: sums of the highest rows, `[M]` float64; written.
-    """
-    leaves = levels[0]
-    radix = leaves.shape[1]
-    for i in range(index.shape[0]):
-        leaves[index[i] // radix, index[i] % radix] = leaf[i]
-    for level in range(len(levels)):
-        width = radix ** (level + 1)
-        for i in range(index.shape[0]):
-            group = index[i] // width
-            total = levels[level][group].sum()
-            if level + 1 < len(levels):
-                levels[level + 1][group // radix, group % radix] = total
-            else:
-                top[group] = total
-
-
 class Kernels(NamedTuple):
-    """The compiled loops."""
+    """The loops, compiled or not."""
 
     search: Callable[..., bool]
     write: Callable[..., None]
+    update: Callable[..., float]
 
 
 @functools.cache
 def compiled_kernels() -> Kernels | None:
-    """:func:`search` and :func:`write`, compiled at their first calls; `None` without numba."""
+    """The loops of this module, compiled at their first calls; `None` without numba."""
     try:
         from numba import njit
     except ImportError:
         return None
+    return make_kernels(njit)
+
+
+def make_kernels(compiled: Callable[..., Callable[..., Any]]) -> Kernels:
+    """The loops, as `compiled(loop, **options)` makes them."""
+
+    def sum_above(index: np.ndarray, levels: tuple[np.ndarray, ...], top: np.ndarray) -> None:
+        radix = levels[0].shape[1]
+        for level in range(len(levels)):
+            width = radix ** (level + 1)
+            for i in range(index.shape[0]):
+                group = index[i] // width
+                total = levels[level][group].sum()
+                if level + 1 < len(levels):
+                    levels[level + 1][group // radix, group % radix] = total
+                else:
+                    top[group] = total
+
     # The sums of a row may be taken in any order, so that the compiler can use vectors.
-    return Kernels(njit(search, nogil=True), njit(write, nogil=True, fastmath={"reassoc", "nsz"}))
+    sum_above = compiled(sum_above, nogil=True, fastmath={"reassoc", "nsz"})
+
+    def write(index: np.ndarray, leaf: np.ndarray, levels: tuple[np.ndarray, ...], top: np.ndarray) -> None:
+        """Writes leaves and the sums above them, as the tensor form of `PriorityTree.write` does but for rounding.
+
+        Args:
+            index: slots, `[B]` int64; of rows with the same slot the last one wins.
+            leaf: weights, `[B]` float64.
+            levels: rows of children, the lowest first, each `[G, R]` float64; written.
+            top: sums of the highest rows, `[M]` float64; written.
+        """
+        radix = levels[0].shape[1]
+        for i in range(index.shape[0]):
+            levels[0][index[i] // radix, index[i] % radix] = leaf[i]
+        sum_above(index, levels, top)
+
+    def update(
+        index: np.ndarray,
+        priority: np.ndarray,
+        alpha: float,
+        eps: float,
+        largest: float,
+        known: np.ndarray,
+        levels: tuple[np.ndarray, ...],
+        top: np.ndarray,
+    ) -> float:
+        """:func:`write` of the leaves `(priority + eps)^alpha`, and of the priorities themselves.
+
+        Args:
+            index: as for :func:`write`, like `levels` and `top`.
+            priority: `[B]` float32 or float64.
+            alpha: the exponent.
+            eps: what is added.
+            largest: the largest priority that may be.
+            known: priority of every slot, float64; written.
+
+        Returns:
+            The largest of the priorities, or -1 where one is not in `[0, largest]`. Then nothing was written.
+        """
+        highest = -1.0
+        for i in range(index.shape[0]):
+            given = float(priority[i])
+            if not 0 <= given <= largest:
+                return -1.0
+            highest = max(highest, given)
+        radix = levels[0].shape[1]
+        for i in range(index.shape[0]):
+            known[index[i]] = priority[i]
+            levels[0][index[i] // radix, index[i] % radix] = (known[index[i]] + eps) ** alpha
+        sum_above(index, levels, top)
+        return highest
+
+    return Kernels(*(compiled(loop, nogil=True) for loop in (search, write, update)))

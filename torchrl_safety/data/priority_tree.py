@@ -61,7 +61,7 @@ class PriorityTree:
         nodes = -(-(capacity + 1) // _RADIX)
         self._rows = [torch.zeros(nodes, _RADIX, dtype=torch.float64, device=device)]
         self.device = self._rows[0].device
-        while nodes > (_MAX_TOP if self._kernels() is None else _MAX_TOP_COMPILED):
+        while nodes > (_MAX_TOP if self.kernels() is None else _MAX_TOP_COMPILED):
             nodes = -(-nodes // _RADIX)
             self._rows.append(torch.zeros(nodes, _RADIX, dtype=torch.float64, device=device))
         self._top = torch.zeros(nodes, dtype=torch.float64, device=self.device)
@@ -122,11 +122,10 @@ class PriorityTree:
         Rows with the same slot hold the same leaf, save on a CPU, where rows are written in their order. A leaf for
         no slot is a 0 for the slot `capacity`.
         """
-        self._cumulative_is_old = True
         node = group_of(index)
-        self._smallest.forget(node)
-        if index.numel() <= _MANY_ROWS and (kernels := self._kernels()) is not None:
-            kernels.write(index.numpy(), leaf.numpy(), self._arrays(), self._top.numpy())
+        self.written(node)
+        if index.numel() <= _MANY_ROWS and (kernels := self.kernels()) is not None:
+            kernels.write(index.numpy(), leaf.numpy(), *self.arrays())
             return
         self._rows[0].view(-1).scatter_(0, index, leaf)
         for level, (rows, above) in enumerate(self._levels()):
@@ -136,6 +135,19 @@ class PriorityTree:
                 above.scatter_(0, node, rows.index_select(0, node).sum(1))
             else:
                 torch.sum(rows, 1, out=above.narrow(0, 0, rows.shape[0]))
+
+    def kernels(self) -> Kernels | None:
+        """The compiled loops, where there are some and the tree lies on a CPU."""
+        return compiled_kernels() if self.device.type == "cpu" else None
+
+    def arrays(self) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        """The memory of the tree, as the loops take it: rows of each level, the lowest first, and the nodes on top."""
+        return tuple([rows.numpy() for rows in self._rows]), self._top.numpy()
+
+    def written(self, group: Tensor) -> None:
+        """Takes note that leaves of these groups of 64, `[B]`, are new, with all sums above them."""
+        self._smallest.forget(group)
+        self._cumulative_is_old = True
 
     def write_run(self, run: slice, leaf: float) -> None:
         """:meth:`write` of one leaf into the neighbouring slots `run` on a CPU."""
@@ -193,12 +205,13 @@ class PriorityTree:
             RuntimeError: if all leaves are 0 (on a CPU).
         """
         sums = self._running_sums()
-        kernels = self._kernels() if u.device.type == "cpu" else None
+        kernels = self.kernels() if u.device.type == "cpu" else None
         if kernels is None:
             return self._find_by_tensors(u.to(dtype=torch.float64, device=self.device, non_blocking=True), sums)
         u = u.double()
         slot, leaf = torch.empty_like(u, dtype=torch.long), torch.empty_like(u)
-        if not kernels.search(u.numpy(), sums.numpy(), self._arrays(), slot.numpy(), leaf.numpy()):
+        levels, _ = self.arrays()
+        if not kernels.search(u.numpy(), sums.numpy(), levels, slot.numpy(), leaf.numpy()):
             raise RuntimeError(_NO_LEAF)
         return slot, leaf
 
@@ -268,12 +281,6 @@ class PriorityTree:
     def _levels(self) -> list[tuple[Tensor, Tensor]]:
         """Rows of children, the lowest first, each with the flat nodes above it."""
         return list(zip(self._rows, [*(rows.view(-1) for rows in self._rows[1:]), self._top]))
-
-    def _kernels(self) -> Kernels | None:
-        return compiled_kernels() if self.device.type == "cpu" else None
-
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        return tuple([rows.numpy() for rows in self._rows])
 
     def _running_sums(self) -> Tensor:
         if self._cumulative_is_old:
