@@ -96,10 +96,14 @@ def test_a_run_goes_on_with_new_episodes_and_no_window_of_an_old_one(finished, t
     assert metrics(folder)[0] == metrics(whole)[0]
 
 
+@pytest.mark.parametrize(
+    ("env", "problem"),
+    [("lunar_lander", "return"), ("lunar_lander", "reach_avoid"), ("cartpole", "return"), ("dubins_car", "avoid")],
+)
 @pytest.mark.parametrize("variant", PARTS)
-def test_a_variant_is_dqn_and_its_own_parts(variant):
+def test_a_variant_is_dqn_and_its_own_parts(variant, env, problem):
     parts = ("double", "dueling", "noisy", "prioritized", "n_steps", "categorical")
-    options = ["env=lunar_lander", "problem=return"]
+    options = [f"env={env}", f"problem={problem}"]
     plain, own = (configuration("rainbow_safety", *options, f"variant={name}") for name in ("dqn", variant))
     assert sorted(part for part in parts if plain[part] != own[part]) == sorted(PARTS[variant])
     assert [plain.double, plain.dueling, plain.noisy, plain.prioritized, plain.n_steps, plain.categorical] == [
