@@ -56,7 +56,7 @@ def test_a_choice_is_one_of_those_that_are_named():
     for value in ("mean", None):
         check_options({"a": {"b": value}}, choices=choices)
     for value in ("max", True, ["mean"], {}):
-        with pytest.raises(ValueError, match=r"^a\.b is .*; choose one of \['mean', None\]$") as caught:
+        with pytest.raises(ValueError, match=r"^a\.b is .*; choose one of \['mean', null\]$") as caught:
             check_options({"a": {"b": value}}, choices=choices)
         assert repr(value) in str(caught.value)
 

@@ -99,7 +99,8 @@ def check_options(config: Any, *, choices: Mapping[str, Iterable[Any]] | None = 
     for option, allowed in (choices or {}).items():
         allowed = list(allowed)
         if (value := _read(config, option)) not in allowed:
-            raise ValueError(f"{option} is {value!r}; choose one of {allowed}")
+            spelled = ", ".join("null" if choice is None else repr(choice) for choice in allowed)
+            raise ValueError(f"{option} is {value!r}; choose one of [{spelled}]")
     for kind, options in names.items():
         wanted, fits = KINDS[kind]
         for option in options.split():
