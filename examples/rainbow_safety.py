@@ -22,7 +22,7 @@ from torchrl.data import LazyTensorStorage, RandomSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from torchrl.modules import EGreedyModule
-from torchrl.objectives import HardUpdate, SoftUpdate
+from torchrl.objectives import SoftUpdate
 
 from torchrl_safety.data import LeanReplayBuffer, NStepTransform, PrioritizedSampler
 from torchrl_safety.modules import (
@@ -64,7 +64,8 @@ def check(cfg: DictConfig) -> None:
             "problem.n_step": ("last", "best"),
         },
         flags="double noisy prioritized categorical compile cuda_graphs video epsilon.with_noise",
-        whole="batch_size n_steps atoms buffer_size warmup_frames updates" + " target_period" * bool(cfg.target_period),
+        whole="batch_size n_steps atoms buffer_size warmup_frames updates"
+        + " target_period" * (cfg.target_period is not None),
         positive="lr.start lr.end tau",
         shares="epsilon.start epsilon.end beta tau" + " risk_level" * (cfg.risk_level is not None),
         amounts="alpha sigma_init epsilon.fraction",
@@ -120,10 +121,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
 
     optimizer = torch.optim.Adam(loss.parameters(), cfg.lr.start, fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, (cfg.lr.end / cfg.lr.start) ** (1 / updates))
-    if cfg.target_period is None:
-        target = SoftUpdate(loss, tau=cfg.tau)
-    else:
-        target = HardUpdate(loss, value_network_update_interval=cfg.target_period)
+    target = SoftUpdate(loss, tau=cfg.tau if cfg.target_period is None else 1.0)
     gamma = make_gamma(cfg)
     measure = make_measure(cfg, backup)
     facts = {
@@ -157,9 +155,10 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
                 optimizer.step()
                 decay.step()
-                target.step()
                 buffer.update_tensordict_priority(batch)
                 run.count_update()
+                if run.updates % (cfg.target_period or 1) == 0:  # TorchRL's HardUpdate counts one more, unsaved
+                    target.step()
             if run.updates and run.due(cfg.evaluations):
                 scores = measure(policy, best_value(policy)).scores
                 run.report(
