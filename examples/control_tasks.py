@@ -15,12 +15,15 @@ from torchrl.data import Categorical
 from torchrl.envs import EnvBase
 
 from torchrl_safety.envs import (
+    AttackDefenseEnv,
+    BicycleEnv,
     CartPoleEnv,
     DoubleIntegratorEnv,
     DubinsCarEnv,
     LunarLanderEnv,
     PendulumEnv,
     PointMassEnv,
+    PursuitEvasionEnv,
     SafetyGymEnv,
 )
 from torchrl_safety.modules import RainbowNetwork, greedy_policy
@@ -48,6 +51,13 @@ GYMNASIUM: dict[str, Callable[..., EnvBase]] = {
     "gymnasium": SafetyGymEnv,
 }
 ENVS = {**NATIVE, **GYMNASIUM}
+GAMES: dict[str, Callable[..., EnvBase]] = {
+    "double_integrator": DoubleIntegratorEnv,
+    "pursuit_evasion": PursuitEvasionEnv,
+    "attack_defense": AttackDefenseEnv,
+    "bicycle": BicycleEnv,
+}
+"""Those of two players, for game_safety.py."""
 ENDS = {"avoid": "failure", "reach_avoid": "reach_avoid", "return": "failure"}
 """What ends the roll-outs that are measured in a native environment."""
 LEVELS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -58,9 +68,9 @@ SIDE_BY_SIDE = 20
 
 def make_env(cfg: DictConfig, num_envs: int, **settings: Any) -> EnvBase:
     """The environment of ``cfg.env``; `settings` take the place of entries of it."""
-    given = {key: value for key, value in cfg.env.items() if key not in ("name", "grid", "support")}
+    given = {key: value for key, value in cfg.env.items() if key not in ("name", "grid", "plane", "support")}
     settings = {"seed": cfg.seed, "device": cfg.device, **given, **settings}
-    make, problem = ENVS[cfg.env.name], cfg.problem.name
+    make, problem = {**ENVS, **GAMES}[cfg.env.name], cfg.problem.name
     if cfg.env.name in GYMNASIUM:
         return make_gymnasium(cfg, num_envs, settings)
     if problem == "return":

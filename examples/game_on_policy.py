@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from control_tasks import ExactSet, make_env
+from control_tasks import make_env
 from game_learners import make_learner
+from game_measures import make_measure
 from omegaconf import DictConfig, OmegaConf
 from torchrl.envs import ExplorationType, set_exploration_type
 
@@ -37,7 +38,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         period=cfg.gamma.period,
     )
     turns = UpdatePeriods(loss, **cfg.algo.periods)
-    measure = ExactSet(cfg, loss.backup)
+    measure = make_measure(cfg, loss.backup)
     facts = {"algorithm": "ppo", "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     carried = [key for key in env.reset().keys(True, True) if key not in ("action", "disturbance")]
 

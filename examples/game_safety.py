@@ -13,8 +13,9 @@ from pathlib import Path
 import game_on_policy
 import hydra
 import torch
-from control_tasks import NATIVE, ExactSet, make_env
+from control_tasks import GAMES, make_env
 from game_learners import Learner, make_learner
+from game_measures import make_measure
 from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
@@ -57,7 +58,7 @@ WANTED = {
 
 
 def check(cfg: DictConfig) -> None:
-    check_shared(cfg, problems=("avoid", "reach_avoid"), envs=NATIVE)
+    check_shared(cfg, problems=("avoid", "reach_avoid"), envs=GAMES)
     check_options(cfg, choices={"algo.name": WANTED}, flags="compile", shares="lr.final", positive="lr.final")
     check_options(cfg, numbers="problem.level", intervals="problem.support")
     check_options(
@@ -129,7 +130,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         period=cfg.gamma.period,
     )
     turns = UpdatePeriods(loss, **cfg.algo.periods) if cfg.algo.name == "sac" else None
-    measure = ExactSet(cfg, backup, discrete=cfg.algo.name == "dqn")
+    measure = make_measure(cfg, backup, discrete=cfg.algo.name == "dqn")
     facts = {"algorithm": cfg.algo.name, "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "buffer": buffer, "env": env}
     components |= {name: part for name, part in (("turns", turns), ("league", league)) if part is not None}
