@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,10 @@ from torchrl_safety.objectives import (
     IsaacsPPOLoss,
     IsaacsSACLoss,
 )
+from torchrl_safety.trainers import League
 
 PLAYERS = ("controller", "disturbance")
+MODEL = "model.pt"
 
 
 class Learner(NamedTuple):
@@ -50,6 +53,20 @@ def make_learner(cfg: DictConfig, env: EnvBase) -> Learner:
     size = env.observation_spec["observation"].shape[-1]
     encoder = AngleEncoding(size, env.angles) if env.angles else None
     return {"dqn": _dqn, "sac": _sac, "ppo": _ppo}[cfg.algo.name](cfg, env, size, encoder)
+
+
+def save(folder: Path, learner: Learner, league: League | None = None) -> None:
+    """Leave what was trained, and the past players, in the folder of the run."""
+    parts = {"loss": learner.loss.state_dict(), "league": None if league is None else league.state_dict()}
+    torch.save(parts, folder / MODEL)
+
+
+def load(folder: Path, learner: Learner, league: League | None, device: str) -> None:
+    """The inverse of :func:`save`, into a learner and a league built from the same options."""
+    saved = torch.load(folder / MODEL, map_location=device, weights_only=True)
+    learner.loss.load_state_dict(saved["loss"])
+    if league is not None:
+        league.load_state_dict(saved["league"])
 
 
 def _dqn(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None) -> Learner:

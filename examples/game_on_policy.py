@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from control_tasks import make_env
-from game_learners import make_learner
-from game_measures import make_measure
+from game_learners import make_learner, save
+from game_measures import conclude, make_arena, make_measure
 from omegaconf import DictConfig, OmegaConf
 from torchrl.envs import ExplorationType, set_exploration_type
 
@@ -22,13 +21,14 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     """Train and measure; the options are checked."""
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
-    env = make_env(cfg, cfg.num_envs, discrete=True)
-    loss, policy, _, _, value, rates = make_learner(cfg, env)
+    env = make_arena(cfg, cfg.num_envs)
+    learner = make_learner(cfg, env)
+    loss, policy, value = learner.loss, learner.policy, learner.value
     compute = torch.compile(loss, fullgraph=True) if cfg.compile else loss
 
     batch_frames = cfg.num_envs * cfg.algo.steps
     updates = -(-cfg.frames // batch_frames) * cfg.algo.epochs * -(-batch_frames // cfg.algo.minibatch)
-    optimizer = torch.optim.Adam(parameter_groups(loss, rates), fused=True)
+    optimizer = torch.optim.Adam(parameter_groups(loss, learner.rates), fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
     gamma = StepGamma(
         cfg.frames,
@@ -83,7 +83,6 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 terms = {name: term.item() for name, term in losses.items() if name.startswith("loss")}
                 run.report(measure(policy, value).scores, gamma=gamma.gamma, **terms)
             run.save_if_due()
-        found = measure(policy, value)
-        title = f"ppo, {cfg.env.name}, {cfg.problem.name} game, seed {cfg.seed}: "
-        torch.save(policy.state_dict(), folder / "model.pt")
-        run.finish(found.scores, draw=lambda: {"value_map": measure.picture(found, title)}, **facts)
+        save(folder, learner)
+        scores, draw = conclude(cfg, learner, measure)
+        run.finish(scores, draw=draw, **facts)

@@ -1,6 +1,7 @@
 """Train a controller against a disturbance that learns to be the worst, and measure the set that it can defend.
 
 python examples/game_safety.py game=isaacs|gameplay algo=dqn|sac|ppo env=double_integrator seed=0 resume=PATH
+python examples/game_safety.py evaluate=PATH  # of a finished run, against its worst opponents once more
 
 Every option stands in examples/configs/game_safety.yaml. The loop in `train` is meant to be
 copied; that of algo=ppo is in game_on_policy.py.
@@ -13,9 +14,9 @@ from pathlib import Path
 import game_on_policy
 import hydra
 import torch
-from control_tasks import GAMES, make_env
-from game_learners import Learner, make_learner
-from game_measures import make_measure
+from control_tasks import GAMES
+from game_learners import Learner, load, make_learner, save
+from game_measures import conclude, make_arena, make_measure
 from launch import check_shared, command_line, start
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
@@ -67,6 +68,9 @@ def check(cfg: DictConfig) -> None:
         whole="league.envs league.controllers league.disturbances league.frames_per_step league.interval",
         amounts="league.rationality",
     )
+    check_options(cfg, numbers="response.level", counts="response.frames", whole="response.envs response.starts")
+    if cfg.response.sequences is not None:
+        check_options(cfg, whole=" ".join(f"response.sequences.{key}" for key in ("decisions", "hold", "states")))
     check_options(cfg, **WANTED[cfg.algo.name])
     if cfg.algo.name == "ppo":
         if cfg.algo.minibatch > cfg.num_envs * cfg.algo.steps:
@@ -94,7 +98,7 @@ def check(cfg: DictConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="game_safety")
 def main(cfg: DictConfig) -> None:
-    start(cfg, train, kept=KEPT.split())
+    start(cfg, train, kept=KEPT.split(), show=show)
 
 
 def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
@@ -103,7 +107,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         return game_on_policy.train(cfg, folder, saved)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
-    env = make_env(cfg, cfg.num_envs, discrete=cfg.algo.name == "dqn")
+    env = make_arena(cfg, cfg.num_envs)
     learner = make_learner(cfg, env)
     loss, policy, value, rates = learner.loss, learner.policy, learner.value, learner.rates
     league = make_league(cfg, learner)
@@ -130,7 +134,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
         period=cfg.gamma.period,
     )
     turns = UpdatePeriods(loss, **cfg.algo.periods) if cfg.algo.name == "sac" else None
-    measure = make_measure(cfg, backup, discrete=cfg.algo.name == "dqn")
+    measure = make_measure(cfg, backup)
     facts = {"algorithm": cfg.algo.name, "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "buffer": buffer, "env": env}
     components |= {name: part for name, part in (("turns", turns), ("league", league)) if part is not None}
@@ -177,10 +181,25 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                     **{key: term.item() for key, term in losses.items()},
                 )
             run.save_if_due()
-        found = measure(policy, value)
-        title = f"{cfg.algo.name}, {cfg.env.name}, {cfg.problem.name} game, seed {cfg.seed}: "
-        torch.save(policy.state_dict(), folder / "model.pt")
-        run.finish(found.scores, draw=lambda: {"value_map": measure.picture(found, title)}, **facts)
+        save(folder, learner, league)
+        scores, draw = conclude(cfg, learner, measure, league)
+        run.finish(scores, draw=draw, **facts)
+
+
+def show(cfg: DictConfig, folder: Path) -> None:
+    """Measure what a finished run left in `folder`, and draw the pictures there anew."""
+    check(cfg)
+    torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+    learner = make_learner(cfg, make_arena(cfg, 1))
+    league = make_league(cfg, learner)
+    load(folder, learner, league, cfg.device)
+    scores, draw = conclude(cfg, learner, make_measure(cfg, learner.loss.backup), league)
+    for name, score in scores.items():
+        if score is not None:
+            print(f"{name:<34}{score:>10,}" if isinstance(score, int) else f"{name:<34}{score:>10.4f}")
+    for name, figure in draw().items():
+        figure.savefig(folder / f"{name}.png", dpi=120)
 
 
 def make_league(cfg: DictConfig, learner: Learner) -> League | None:
@@ -189,7 +208,7 @@ def make_league(cfg: DictConfig, learner: Learner) -> League | None:
         return None
     settings = {key: value for key, value in cfg.league.items() if key not in ("share", "envs")}
     return League(
-        make_env(cfg, cfg.league.envs, discrete=cfg.algo.name == "dqn"),
+        make_arena(cfg, cfg.league.envs),
         learner.controller,
         learner.disturbance,
         max_steps=cfg.rollout_steps,

@@ -12,7 +12,7 @@ from runs import checkpoints, differences, final_state, metrics, module, run
 
 SHORT = [
     "num_envs=16", "frames=800", "evaluations=2", "checkpoints=2", "hidden=[16]", "env.max_steps=10", "rollouts=8",
-    "env.grid.nodes=21", "rollout_steps=10",
+    "env.grid.nodes=21", "rollout_steps=10", "response.frames=0",
 ]  # fmt: skip
 REPLAY = [*SHORT, "warmup_frames=128", "batch_size=32", "buffer_size=512"]  # filled, or garbage would be compared
 BATCHES = [*SHORT, "algo.steps=5", "algo.epochs=2", "algo.minibatch=48"]

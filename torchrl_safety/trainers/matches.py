@@ -96,8 +96,11 @@ class Arena:
         controllers: Sequence[TensorDictModuleBase],
         disturbances: Sequence[TensorDictModuleBase],
         pairs: Tensor,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, int]:
         """One episode in each environment, of the pair `c * D + d` that `pairs` `[N]` names for it.
+
+        It begins where the environment's reset puts it, or in the first states `starts` `[N, ...]`.
 
         Returns:
             whether the controller won, bool `[N]`, and the frames that it took.
@@ -114,9 +117,11 @@ class Arena:
                 tensordict.set(key, act_as(players, index, tensordict, key))
             return tensordict
 
-        found = evaluate(
-            self.env, policy, episodes=self.env.numel(), max_steps=self.max_steps, state_key=None, **self.keys
-        )
+        if starts is None:
+            begin: dict[str, Any] = {"episodes": self.env.numel(), "state_key": None}
+        else:
+            begin = {"starts": starts, "state_key": getattr(self.env, "state_key", "observation")}
+        found = evaluate(self.env, policy, **begin, max_steps=self.max_steps, **self.keys)
         won = found.safe if self.problem == "avoid" else found.success
         if won is None:
             raise ValueError("problem is 'reach_avoid', but the environment declares no target margin: name its key")
@@ -129,14 +134,18 @@ class Arena:
         disturbances: Sequence[TensorDictModuleBase],
         won: Tensor,
         played: Tensor,
+        starts: Tensor | None = None,
     ) -> int:
         """One episode in each environment, for the pairs that have played least; adds to the counts `[C, D]`.
+
+        The k-th episode of a pair begins in the k-th of the first states `starts`, again and again, if there are any.
 
         Returns:
             the frames that it took.
         """
-        pairs = least_played(played, self.env.numel())
-        wins, frames = self.play(controllers, disturbances, pairs)
+        pairs, before = least_played(played, self.env.numel())
+        begin = None if starts is None else starts[before.to(starts.device) % len(starts)]
+        wins, frames = self.play(controllers, disturbances, pairs, begin)
         played.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
         won.view(-1).index_add_(0, pairs, wins.to(pairs.dtype))
         return frames
@@ -150,6 +159,7 @@ def cross_play(
     episodes: int,
     max_steps: int,
     problem: str = "avoid",
+    starts: Tensor | None = None,
     **keys: NestedKey,
 ) -> CrossPlay:
     r"""Let every controller meet every disturbance in at least `episodes` episodes.
@@ -165,10 +175,13 @@ def cross_play(
         episodes: the least number of episodes of each pair.
         max_steps: the most steps of an episode.
         problem: `"avoid"` or `"reach_avoid"`, what counts as a win of the controller.
+        starts: first states `[N, ...]` of the episodes of each pair, taken in turn, for an environment that can be
+            reset to given ones; None for where its own resets put them.
         **keys: `action_key`, `disturbance_key`, `safety_margin`, `target_margin`.
 
     Raises:
-        ValueError: no player on a side, a number of episodes below 1, an unknown problem, or a one-player environment.
+        ValueError: no player on a side, a number of episodes below 1, no start, an unknown problem, or a one-player
+            environment.
 
     Example:
         >>> from torchrl_safety.envs import DoubleIntegratorEnv
@@ -186,24 +199,32 @@ def cross_play(
         )
     if not isinstance(episodes, int) or episodes < 1:
         raise ValueError(f"episodes is {episodes!r}; it must be a whole number of at least 1")
+    if starts is not None and not len(starts):
+        raise ValueError("starts is empty: give at least one first state, `[N, ...]`")
     arena = Arena(env, max_steps=max_steps, problem=problem, **keys)
     won = torch.zeros(len(controllers), len(disturbances), dtype=torch.int64, device="cpu")
     played = torch.zeros_like(won)
     while played.min() < episodes:
-        arena.play_round(list(controllers.values()), list(disturbances.values()), won, played)
+        arena.play_round(list(controllers.values()), list(disturbances.values()), won, played, starts)
     return CrossPlay(tuple(controllers), tuple(disturbances), won, played)
 
 
-def least_played(played: Tensor, n: int) -> Tensor:
-    """The flat indices `[n]` of the entries of `played` that n more go to, each to the one with the least so far."""
+def least_played(played: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The entries of `played` that n more go to, each to the one with the least so far, and how many it had before.
+
+    Returns:
+        flat indices and numbers, int64 `[n]` both.
+    """
     heap = [(count, entry) for entry, count in enumerate(played.reshape(-1).tolist())]
     heapify(heap)
-    chosen = []
+    entries, before = [], []
     for _ in range(n):
         count, entry = heap[0]
-        chosen.append(entry)
+        entries.append(entry)
+        before.append(count)
         heapreplace(heap, (count + 1, entry))
-    return torch.tensor(chosen, dtype=torch.int64, device=played.device)
+    chosen, counts = torch.tensor([entries, before], dtype=torch.int64, device=played.device)
+    return chosen, counts
 
 
 def act_as(
