@@ -1,4 +1,4 @@
-"""How far a learned game is right: its set against an exact one, a grid's or its own players, and its worst opponents."""
+"""How right a learned game is: its set against an exact one, a grid's or roll-outs, and its worst opponents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Value = Callable[[Tensor], Tensor]
 CHUNK = 4_096
 """The most states that a network is asked about at once: more fit no cache."""
 OUTSIDE, INSIDE = 0.05, 0.95
-"""How far beyond the exact set a disturbance must win, and the share to which it is shrunk where the controller must."""
+"""How far outside the exact set the disturbance must win, and the share of it where the controller must."""
 
 
 def make_arena(cfg: DictConfig, num_envs: int, **settings: Any) -> EnvBase:
@@ -61,7 +61,7 @@ def own_value(env: EnvBase, backup: Backup, value: Value, states: Tensor) -> Ten
 
 
 def undecided(env: EnvBase, n: int, seed: int) -> Tensor:
-    """About `n` states, drawn as the environment draws them, that have not failed and, if there is one, lie not in the target."""
+    """Those of `n` states, drawn as the environment draws them, that have not failed and lie outside the target."""
     states = env.sample_states(n, torch.Generator().manual_seed(seed))
     playable = env.safety_margin(states) >= 0
     if env.problem == "reach_avoid":
@@ -205,22 +205,32 @@ def meet_the_worst(cfg: DictConfig, learner: Learner, league: League | None = No
     disturbances |= {"trained": learner.disturbance, "best response": found.disturbance}
     if exact:
         disturbances["exact"] = exact_disturbance(env)
-    table = cross_play(
-        env, controllers, disturbances, episodes=len(starts), max_steps=cfg.rollout_steps, problem=problem, starts=starts
+    met = cross_play(
+        env,
+        controllers,
+        disturbances,
+        episodes=len(starts),
+        max_steps=cfg.rollout_steps,
+        problem=problem,
+        starts=starts,
     )
-    rates = table.rates[0].tolist()
+    rates = met.rates[0].tolist()
     scores: dict[str, Any] = {f"against_{name}".replace(" ", "_"): rate for name, rate in zip(disturbances, rates)}
     if exact:
         outside = states[env.exact_value(states) < -OUTSIDE][: settings.starts]
-        scores["lost_outside"] = 1 - evaluate(env, learner.policy, starts=outside, max_steps=cfg.rollout_steps).safe_rate
+        scores["lost_outside"] = (
+            1 - evaluate(env, learner.policy, starts=outside, max_steps=cfg.rollout_steps).safe_rate
+        )
     if settings.sequences is not None:
         few = slice(settings.sequences.states)
         length = {key: settings.sequences[key] for key in ("decisions", "hold")}
+        table = make_env(cfg, 1, discrete=True)
+        pushes = table.control(torch.arange(table.full_action_spec["disturbance"].n), "disturbance")
         with evaluation_mode(learner.policy):
-            withstood = withstands_every_sequence(env, learner.controller, states[few], **length)
+            withstood = withstands_every_sequence(env, learner.controller, states[few], pushes, **length)
         scores |= confusion(learned[few] >= cfg.problem.level, withstood)
     label = "safe rate" if problem == "avoid" else "success rate"
-    picture = plot_cross_play(table.rates, table.controllers, table.disturbances, label=label)
+    picture = plot_cross_play(met.rates, met.controllers, met.disturbances, label=label)
     return Worst(scores, {"cross_play": picture})
 
 
@@ -242,16 +252,16 @@ def exact_disturbance(env: EnvBase) -> TensorDictModule:
 @torch.no_grad()
 @set_exploration_type(ExplorationType.DETERMINISTIC)
 def withstands_every_sequence(
-    env: EnvBase, controller: nn.Module, states: Tensor, *, decisions: int, hold: int
+    env: EnvBase, controller: nn.Module, states: Tensor, pushes: Tensor, *, decisions: int, hold: int
 ) -> Tensor:
     """Whether the controller wins from states `[N, S]` against every open-loop sequence of disturbances, bool `[N]`.
 
-    A sequence has `decisions` disturbances, each held for `hold` steps; the controller sees every state. What is not
+    A sequence has `decisions` of the disturbances `pushes` `[K, C]`, each held for `hold` steps; the controller sees
+    every state. What is not
     decided after the last counts as safe, and as not reached. The sequences are the leaves of a tree that is searched
     depth first: a branch ends where an episode does, and a state is done with at the first sequence that beats it.
     """
     reach = env.problem == "reach_avoid"
-    pushes = env.control(torch.arange(env.full_action_spec["disturbance"].n), "disturbance")
     lost = env.safety_margin(states).squeeze(-1) < 0
     open_ = ~lost & (env.target_margin(states).squeeze(-1) < 0) if reach else ~lost
     rows = torch.arange(len(states))[open_]

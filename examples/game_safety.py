@@ -25,6 +25,7 @@ from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from torchrl.objectives import SoftUpdate
 
 from torchrl_safety.data import LeanReplayBuffer, NStepTransform
+from torchrl_safety.envs.base import END_CRITERIA
 from torchrl_safety.modules import reset_noise
 from torchrl_safety.trainers import League, StepGamma, TrainingRun, UpdatePeriods, check_options, parameter_groups
 
@@ -68,6 +69,16 @@ def check(cfg: DictConfig) -> None:
         whole="league.envs league.controllers league.disturbances league.frames_per_step league.interval",
         amounts="league.rationality",
     )
+    if "plane" in cfg.env:
+        check_options(
+            cfg,
+            choices={"env.end_criterion": END_CRITERIA},
+            corners="env.plane.low env.plane.high env.plane.through",
+            nodes="env.plane.nodes",
+            labels="env.plane.labels",
+        )
+    if cfg.solution is not None and cfg.env.name != "pursuit_evasion":
+        raise ValueError(f"solution={cfg.solution} is one of env=pursuit_evasion, not of {cfg.env.name}; leave it out")
     check_options(cfg, numbers="response.level", counts="response.frames", whole="response.envs response.starts")
     if cfg.response.sequences is not None:
         check_options(cfg, whole=" ".join(f"response.sequences.{key}" for key in ("decisions", "hold", "states")))

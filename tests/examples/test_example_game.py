@@ -29,7 +29,20 @@ LEARNERS = {
 }
 
 
-COMMON = ("categorical", "league", "ppo")
+RESPONSE = ["response.frames=200", "response.envs=8", "response.starts=8", "response.level=-9"]
+PLAYED = [option for option in REPLAY if "grid" not in option] + ["env.plane.nodes=5", *RESPONSE]
+LEARNERS |= {
+    "pursuit": [*PLAYED, "env=pursuit_evasion"],
+    "attack": [
+        *PLAYED, "env=attack_defense", "game=gameplay", "response.sequences={decisions: 2, hold: 2, states: 20}",
+        *LEAGUE,
+    ],
+    "bicycle": [*PLAYED, "env=bicycle", "algo=sac"],
+}  # fmt: skip
+
+PLAYING = ("pursuit", "attack", "bicycle")
+"""Those in environments without an exact set."""
+COMMON = ("categorical", "league", "ppo", "attack")
 """Those that are run each time."""
 EVERY = [pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow) for name in LEARNERS]
 
@@ -54,8 +67,11 @@ def test_a_run_leaves_its_table_pictures_metrics_model_and_summary(finish, learn
     folder, (_, out, _) = finish(learner)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["problem"] == ("reach_avoid" if "game=gameplay" in LEARNERS[learner] else "avoid")
-    assert 0 <= summary["iou"] <= 1
-    assert f"{'IoU with the exact set':<34}{summary['iou']:>10.4f}" in out
+    if learner in PLAYING:
+        assert 0 <= summary["claimed"] <= 1
+    else:
+        assert 0 <= summary["iou"] <= 1
+        assert f"{'IoU with the exact set':<34}{summary['iou']:>10.4f}" in out
     assert [row["frames"] for row in metrics(folder)] == ["400", "800"]
     for name in ("value_map", "curves"):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -86,6 +102,9 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(finish, tmp_path, learner):
         ),
         (["batch_size=4096"], "batch_size=4096, warmup_frames=2000"),
         (["env.max_disturbance=2"], "max_disturbance=2 must lie in [0, max_control=1.0)"),
+        (["env=pursuit_evasion", "solution=none.npz"], "No such file or directory: 'none.npz'"),
+        (["response.frames=-1"], "response.frames is -1; give a whole number of at least 0"),
+        (["env=dubins_car"], "env.name is 'dubins_car'; choose one of ['double_integrator', 'pursuit_evasion'"),
         (["random_actions.end=2"], "random_actions.end is 2; give a number in [0, 1]"),
     ],
 )
@@ -94,6 +113,20 @@ def test_a_wrong_option_is_one_clear_complaint(tmp_path, options, words):
     assert code == 1
     assert words in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_run_meets_the_worst_opponents_and_its_model_meets_them_again(finish):
+    folder, _ = finish("attack")
+    summary = json.loads((folder / "summary.json").read_text())
+    rates = [summary[f"against_{name}"] for name in ("zero", "random", "trained", "best_response")]
+    assert all(0 <= rate <= 1 for rate in rates)
+    assert sum(1 for name in summary if name.startswith("against_disturbance_")) > 0
+    assert sum(count for name, count in summary.items() if name.startswith(("claimed_", "unclaimed_"))) == 20
+    assert (folder / "cross_play.png").read_bytes().startswith(b"\x89PNG")
+    code, out, err = run("game_safety", folder.parent / "unused", f"evaluate={folder}", "response.frames=0")
+    assert code == 0, err
+    assert f"{'claimed':<34}{summary['claimed']:>10.4f}" in out
+    assert f"{'success_rate':<34}{summary['success_rate']:>10.4f}" in out
 
 
 def test_a_league_tells_its_scores(finish):

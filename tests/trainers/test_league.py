@@ -236,6 +236,18 @@ def test_a_disturbance_that_moves_second_answers_the_control():
     assert found.rates.tolist() == [[0.0], [1.0]]
 
 
+def test_matches_begin_in_turn_in_the_given_starts():
+    # To the right from 0 is 2, from 2 is beyond the wall; to the left from 0 is -2, from 2 is 0.
+    policies = {"right": constant(2), "left": constant(0), "none": constant(1)}
+    idle, starts = {"idle": constant(1, "disturbance")}, torch.tensor([[0.0], [2.0]])
+    for num_envs in (3, 4, 12):
+        found = cross_play(LineGameEnv(num_envs), policies, idle, episodes=4, max_steps=1, starts=starts)
+        assert found.played.tolist() == [[4], [4], [4]]
+        assert found.won.tolist() == [[2], [4], [4]]
+    with pytest.raises(ValueError, match="starts is empty"):
+        cross_play(LineGameEnv(3), policies, idle, episodes=4, max_steps=1, starts=starts[:0])
+
+
 def test_continuous_players_meet_too():
     still = {"start_low": (0.0, 0.0), "start_high": (0.0, 0.0)}
     env = DoubleIntegratorEnv(32, discrete=False, max_disturbance=0.5, **still)
