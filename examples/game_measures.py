@@ -20,7 +20,6 @@ from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from torchrl_safety.objectives import Backup
 from torchrl_safety.trainers import (
     League,
-    SetMetrics,
     best_response,
     cross_play,
     evaluate,
@@ -136,7 +135,7 @@ class PlayedSet:
         with evaluation_mode(policy):
             claimed = self.own(value, self.starts) >= self.level
             drawn = self.own(value, self.plane)
-            scores = {} if self.solution is None else self.compare(value)._asdict()
+            scores = {} if self.solution is None else self.compare(value)
         played = evaluate(self.env, policy, starts=self.starts, max_steps=self.cfg.rollout_steps)
         won = played.safe if self.cfg.problem.name == "avoid" else played.success
         scores |= {
@@ -151,13 +150,15 @@ class PlayedSet:
         """The learned value `[*B]` of states `[*B, S]` themselves."""
         return own_value(self.env, self.backup, value, states.flatten(0, -2)).reshape(states.shape[:-1])
 
-    def compare(self, value: Value) -> SetMetrics:
-        """The learned set against the grid's, node by node."""
-        return set_metrics(self.own(value, self.solution.states()) >= self.level, self.solution.value >= 0)
+    def compare(self, value: Value) -> dict[str, float]:
+        """The learned set against the grid's, node by node; `agreement` is the share of equal signs."""
+        learned, exact = self.own(value, self.solution.states()) >= self.level, self.solution.value >= 0
+        return {**set_metrics(learned, exact)._asdict(), "agreement": (learned == exact).double().mean().item()}
 
     def picture(self, found: PlayedSet.Found, title: str) -> Figure:
         """The value on the plane of ``cfg.env.plane``, beside the boundary of the grid's set there."""
         axes, labels = tuple(self.axes), tuple(self.cfg.env.plane.labels)
+        title += f"{found.scores['claimed']:.1%} claimed"
         return plot_value_map(axes, found.value, exact=self.exact, level=self.level, labels=labels, title=title)
 
 

@@ -120,7 +120,7 @@ def test_a_set_is_played_from_inside_and_from_outside(measures, tmp_path):
     def passes(state: torch.Tensor) -> torch.Tensor:
         x, y, heading = state.unbind(-1)
         speed_x, speed_y = heading.cos() - 1, heading.sin()
-        when = (-(x * speed_x + y * speed_y) / (speed_x.square() + speed_y.square())).clamp(0, 10)
+        when = (-(x * speed_x + y * speed_y) / (speed_x.square() + speed_y.square() + 1e-9)).clamp(0, 10)
         return (torch.hypot(x + when * speed_x, y + when * speed_y) - 1).unsqueeze(-1)
 
     straight = TensorDictModule(
@@ -136,4 +136,5 @@ def test_a_set_is_played_from_inside_and_from_outside(measures, tmp_path):
     nodes = measure.solution.states().flatten(0, -2)
     own = torch.minimum(passes(nodes), measure.env.safety_margin(nodes))
     assert found.scores["false_safe"] == pytest.approx((own >= 0).double().mean().item())
+    assert found.scores["agreement"] == pytest.approx((own < 0).double().mean().item())
     assert found.value.shape == (3, 3)
