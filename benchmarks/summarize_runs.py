@@ -20,7 +20,10 @@ from statistics import mean
 import yaml
 
 NAMES = ["env", "problem", "algorithm", "parts"]
-MEASURED = ["mean_return", "reached", "iou", "false_safe", "false_unsafe", "safe_rate", "success_rate", "seconds"]
+MEASURED = ["mean_return", "reached", "iou", "agreement", "false_safe", "false_unsafe", "safe_rate", "success_rate"]
+MEASURED += ["claimed", "lost_elsewhere", "lost_outside"]
+MEASURED += [f"against_{name}" for name in ("zero", "random", "trained", "best_response", "exact")]
+MEASURED += [f"{claim}_{end}" for claim in ("claimed", "unclaimed") for end in ("withstood", "beaten")] + ["seconds"]
 WHOLE = ("mean_return", "reached", "seconds")
 PARTS = ("double", "dueling", "noisy", "prioritized")
 
