@@ -68,7 +68,7 @@ SIDE_BY_SIDE = 20
 
 def make_env(cfg: DictConfig, num_envs: int, **settings: Any) -> EnvBase:
     """The environment of ``cfg.env``; `settings` take the place of entries of it."""
-    given = {key: value for key, value in cfg.env.items() if key not in ("name", "grid", "plane", "support")}
+    given = {key: value for key, value in cfg.env.items() if key not in ("name", "grid", "plane", "scale", "support")}
     settings = {"seed": cfg.seed, "device": cfg.device, **given, **settings}
     make, problem = {**ENVS, **GAMES}[cfg.env.name], cfg.problem.name
     if cfg.env.name in GYMNASIUM:

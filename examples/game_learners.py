@@ -48,10 +48,26 @@ class Learner(NamedTuple):
     """Learning rate of each network of the loss."""
 
 
+class Scaled(nn.Module):
+    """What an encoder makes of the observation divided by a scale, which is 1 for angles."""
+
+    scale: torch.Tensor
+
+    def __init__(self, scale: torch.Tensor, encoder: AngleEncoding) -> None:
+        super().__init__()
+        self.encoder, self.out_features = encoder, encoder.out_features
+        self.register_buffer("scale", scale)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.encoder(observation / self.scale)
+
+
 def make_learner(cfg: DictConfig, env: EnvBase) -> Learner:
     """The learner of ``cfg.algo``."""
     size = env.observation_spec["observation"].shape[-1]
     encoder = AngleEncoding(size, env.angles) if env.angles else None
+    if "scale" in cfg.env:
+        encoder = Scaled(torch.tensor(list(cfg.env.scale), device=cfg.device), AngleEncoding(size, env.angles))
     return {"dqn": _dqn, "sac": _sac, "ppo": _ppo}[cfg.algo.name](cfg, env, size, encoder)
 
 
@@ -69,7 +85,7 @@ def load(folder: Path, learner: Learner, league: League | None, device: str) -> 
         league.load_state_dict(saved["league"])
 
 
-def _dqn(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None) -> Learner:
+def _dqn(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | Scaled | None) -> Learner:
     controls, disturbances = (env.full_action_spec[key].space.n for key in ("action", "disturbance"))
     algo, is_avoid = cfg.algo, cfg.problem.name == "avoid"
     network = RainbowNetwork(
@@ -120,7 +136,7 @@ class Head(nn.Module):
         return self.extract(self.mlp(torch.cat([self.encoder(observation), *seen], -1)))
 
 
-def _sac(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None) -> Learner:
+def _sac(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | Scaled | None) -> Learner:
     features = size if encoder is None else encoder.out_features
     shared = nn.Identity() if encoder is None else encoder
     layers = {"num_cells": list(cfg.hidden), "device": cfg.device}
@@ -192,7 +208,7 @@ class Logits(nn.Module):
         return self.mlp(torch.cat([self.encoder(observation), *coded], -1))
 
 
-def _ppo(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | None) -> Learner:
+def _ppo(cfg: DictConfig, env: EnvBase, size: int, encoder: AngleEncoding | Scaled | None) -> Learner:
     features = size if encoder is None else encoder.out_features
     shared = nn.Identity() if encoder is None else encoder
     layers = {"num_cells": list(cfg.hidden), "device": cfg.device}

@@ -77,6 +77,8 @@ def check(cfg: DictConfig) -> None:
             nodes="env.plane.nodes",
             labels="env.plane.labels",
         )
+    if "scale" in cfg.env and not (len(cfg.env.scale) == len(cfg.env.plane.through) and min(cfg.env.scale) > 0):
+        raise ValueError(f"env.scale={cfg.env.scale} must have a positive number for each entry of the state")
     if cfg.solution is not None and cfg.env.name != "pursuit_evasion":
         raise ValueError(f"solution={cfg.solution} is one of env=pursuit_evasion, not of {cfg.env.name}; leave it out")
     check_options(cfg, numbers="response.level", counts="response.frames", whole="response.envs response.starts")
