@@ -103,6 +103,11 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(finish, tmp_path, learner):
         (["batch_size=4096"], "batch_size=4096, warmup_frames=2000"),
         (["env.max_disturbance=2"], "max_disturbance=2 must lie in [0, max_control=1.0)"),
         (["env=pursuit_evasion", "solution=none.npz"], "No such file or directory: 'none.npz'"),
+        (
+            ["env=bicycle", "env.scale=[1, 0, 1, 1, 1]"],
+            "env.scale=[1, 0, 1, 1, 1] must have a positive number for each",
+        ),
+        (["solution=a.npz"], "solution=a.npz is one of env=pursuit_evasion, not of double_integrator"),
         (["response.frames=-1"], "response.frames is -1; give a whole number of at least 0"),
         (["env=dubins_car"], "env.name is 'dubins_car'; choose one of ['double_integrator', 'pursuit_evasion'"),
         (["random_actions.end=2"], "random_actions.end is 2; give a number in [0, 1]"),

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from torchrl_safety.envs import DoubleIntegratorEnv, PursuitEvasionEnv
+from torchrl_safety.modules import AngleEncoding
 from torchrl_safety.objectives import AvoidBackup, ReachAvoidBackup
 
 CONTROLS, DISTURBANCES = (-2.0, 0.0, 2.0), (-1.0, 0.0, 1.0)
@@ -95,6 +96,14 @@ def test_the_value_of_a_state_heeds_its_own_margins(measures):
         LineGameEnv(1, problem="reach_avoid"), ReachAvoidBackup(), lambda part: torch.full_like(part, -1.0), states
     )
     assert low.tolist() == [-1.0, 0.5, -0.5]
+
+
+def test_a_scaled_state_keeps_its_angles():
+    encoder = module("game_learners")["Scaled"](torch.tensor([4.0, 1.0]), AngleEncoding(2, (1,)))
+    assert encoder(torch.tensor([[2.0, 0.0], [-8.0, math.pi]])).tolist() == [
+        [0.5, 1.0, 0.0],
+        pytest.approx([-2.0, -1.0, 0.0], abs=1e-6),
+    ]
 
 
 def test_a_grid_is_read_in_the_lengths_of_the_environment(measures, tmp_path):
