@@ -178,9 +178,10 @@ def meet_the_worst(cfg: DictConfig, learner: Learner, league: League | None = No
     """Train a best response to the controller, and let it, the exact and all other disturbances play against it.
 
     The starts are those from which the controller should win: the exact set shrunk by `INSIDE`, or where there is none
-    the learned set at ``response.level``. The scores: `against_…`, its rate of wins against each; `lost_outside`, that
-    of the learned disturbance's wins from states whose exact value is below -`OUTSIDE`; and where
-    ``response.sequences`` asks for it :func:`confusion`, the learned set against every sequence of disturbances.
+    the learned set at ``response.level``; where that is empty, nobody meets. The scores: `against_…`, its rate of wins
+    against each; `lost_outside`, that of the learned disturbance's wins from states whose exact value is below
+    -`OUTSIDE`; and where ``response.sequences`` asks for it :func:`confusion`, the learned set against every sequence
+    of disturbances.
     """
     settings, backup, problem = cfg.response, learner.loss.backup, cfg.problem.name
     env = make_matches(cfg, settings.starts)
@@ -190,8 +191,8 @@ def meet_the_worst(cfg: DictConfig, learner: Learner, league: League | None = No
     exact = hasattr(env, "exact_value")
     inside = env.well_inside(states, INSIDE) if exact else learned >= settings.level
     starts = states[inside][: settings.starts]
-    if not len(starts):
-        raise ValueError(f"the learned value is nowhere at least response.level={settings.level}: lower it")
+    if not len(starts):  # a controller that claims nothing has nothing to defend
+        return Worst({}, {})
     found = best_response(
         make_matches(cfg, settings.envs),
         learner.controller,

@@ -98,6 +98,13 @@ def test_the_value_of_a_state_heeds_its_own_margins(measures):
     assert low.tolist() == [-1.0, 0.5, -0.5]
 
 
+def test_nobody_meets_where_nothing_is_claimed(measures):
+    cfg = configuration("game_safety", "env=bicycle", "algo=ppo", "response.starts=4")
+    learner = module("game_learners")["make_learner"](cfg, measures["make_arena"](cfg, 2))
+    learner = learner._replace(value=lambda states: torch.full_like(states[..., :1], -1.0))
+    assert measures["meet_the_worst"](cfg, learner) == ({}, {})
+
+
 def test_a_scaled_state_keeps_its_angles():
     encoder = module("game_learners")["Scaled"](torch.tensor([4.0, 1.0]), AngleEncoding(2, (1,)))
     assert encoder(torch.tensor([[2.0, 0.0], [-8.0, math.pi]])).tolist() == [
