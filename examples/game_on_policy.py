@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from game_learners import make_learner, save
 from game_measures import conclude, make_arena, make_measure
-from omegaconf import DictConfig, OmegaConf
+from launch import make_gamma, make_run
+from omegaconf import DictConfig
 from torchrl.envs import ExplorationType, set_exploration_type
 
-from torchrl_safety.trainers import StepGamma, TrainingRun, UpdatePeriods, parameter_groups
+from torchrl_safety.trainers import UpdatePeriods, parameter_groups
 
 LEARNED = [
     "observation", "action", "disturbance", "action_log_prob", "disturbance_log_prob", "advantage", "value_target",
@@ -30,33 +31,14 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     updates = -(-cfg.frames // batch_frames) * cfg.algo.epochs * -(-batch_frames // cfg.algo.minibatch)
     optimizer = torch.optim.Adam(parameter_groups(loss, learner.rates), fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
-    gamma = StepGamma(
-        cfg.frames,
-        gamma_start=cfg.gamma.start,
-        gamma_end=cfg.gamma.end,
-        ratio=cfg.gamma.ratio,
-        period=cfg.gamma.period,
-    )
+    gamma = make_gamma(cfg)
     turns = UpdatePeriods(loss, **cfg.algo.periods)
     measure = make_measure(cfg, loss.backup)
     facts = {"algorithm": "ppo", "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     carried = [key for key in env.reset().keys(True, True) if key not in ("action", "disturbance")]
 
-    with TrainingRun(
-        folder,
-        saved,
-        config=OmegaConf.to_yaml(cfg, resolve=True),
-        budget=cfg.frames,
-        checkpoints=cfg.checkpoints,
-        state=env.reset(),
-        device=cfg.device,
-        loss=loss,
-        optimizer=optimizer,
-        decay=decay,
-        gamma=gamma,
-        turns=turns,
-        env=env,
-    ) as run:
+    components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "turns": turns, "env": env}
+    with make_run(cfg, folder, saved, state=env.reset(), **components) as run:
         while run.frames < cfg.frames:
             steps = []
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):

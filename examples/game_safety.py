@@ -17,8 +17,8 @@ import torch
 from control_tasks import GAMES
 from game_learners import Learner, load, make_learner, save
 from game_measures import conclude, make_arena, make_measure
-from launch import check_shared, command_line, start
-from omegaconf import DictConfig, OmegaConf
+from launch import check_replay, check_shared, command_line, make_gamma, make_run, start
+from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
@@ -27,7 +27,7 @@ from torchrl.objectives import SoftUpdate
 from torchrl_safety.data import LeanReplayBuffer, NStepTransform
 from torchrl_safety.envs.base import END_CRITERIA
 from torchrl_safety.modules import reset_noise
-from torchrl_safety.trainers import League, StepGamma, TrainingRun, UpdatePeriods, check_options, parameter_groups
+from torchrl_safety.trainers import League, UpdatePeriods, check_options, parameter_groups
 
 KEPT = "env problem algo seed num_envs n_steps buffer_size hidden"
 PLAYERS = ("action", "disturbance")
@@ -102,11 +102,7 @@ def check(cfg: DictConfig) -> None:
         shares="random_actions.start random_actions.end random_actions.fraction tau",
         positive="tau",
     )
-    if not cfg.batch_size <= cfg.warmup_frames <= min(cfg.buffer_size, cfg.frames):
-        raise ValueError(
-            f"batch_size={cfg.batch_size}, warmup_frames={cfg.warmup_frames}, buffer_size={cfg.buffer_size}, "
-            f"frames={cfg.frames}: need batch_size <= warmup_frames <= buffer_size and frames"
-        )
+    check_replay(cfg)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="game_safety")
@@ -139,29 +135,14 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     optimizer = torch.optim.Adam(parameter_groups(loss, rates), fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
     target = SoftUpdate(loss, tau=cfg.tau)
-    gamma = StepGamma(
-        cfg.frames,
-        gamma_start=cfg.gamma.start,
-        gamma_end=cfg.gamma.end,
-        ratio=cfg.gamma.ratio,
-        period=cfg.gamma.period,
-    )
+    gamma = make_gamma(cfg)
     turns = UpdatePeriods(loss, **cfg.algo.periods) if cfg.algo.name == "sac" else None
     measure = make_measure(cfg, backup)
     facts = {"algorithm": cfg.algo.name, "env": cfg.env.name, "problem": cfg.problem.name, "seed": cfg.seed}
     components = {"loss": loss, "optimizer": optimizer, "decay": decay, "gamma": gamma, "buffer": buffer, "env": env}
     components |= {name: part for name, part in (("turns", turns), ("league", league)) if part is not None}
 
-    with TrainingRun(
-        folder,
-        saved,
-        config=OmegaConf.to_yaml(cfg, resolve=True),
-        budget=cfg.frames,
-        checkpoints=cfg.checkpoints,
-        state=env.reset(),
-        device=cfg.device,
-        **components,
-    ) as run:
+    with make_run(cfg, folder, saved, state=env.reset(), **components) as run:
         standing: dict[str, float] = {}  # of the league
         while run.frames < cfg.frames:
             acting = explore(env, policy, run.state, share=at_random(cfg, run.frames))

@@ -17,12 +17,12 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal
 from torchrl.objectives import SoftUpdate
 
-from torchrl_safety.data import NStepTransform
+from torchrl_safety.data import LeanReplayBuffer, NStepTransform
 from torchrl_safety.modules import AngleEncoding
 from torchrl_safety.objectives import ReachAvoidSACLoss, SafetySACLoss
 from torchrl_safety.trainers import (
@@ -111,7 +111,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             return loss.critic_values(actor(tensordict)).amin(0)
 
     updates = (cfg.frames - cfg.warmup_frames) // cfg.num_envs + 1
-    buffer = TensorDictReplayBuffer(
+    buffer = LeanReplayBuffer(
         storage=LazyTensorStorage(cfg.buffer_size, device=cfg.device),
         transform=NStepTransform(cfg.n_steps, signals=[*backup.signals, "observation"], num_envs=cfg.num_envs),
         batch_size=cfg.batch_size,
