@@ -22,7 +22,7 @@ from torchrl.data import LazyTensorStorage, RandomSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from torchrl.modules import EGreedyModule
-from torchrl.objectives import SoftUpdate
+from torchrl.objectives import HardUpdate, SoftUpdate
 
 from torchrl_safety.data import LeanReplayBuffer, NStepTransform, PrioritizedSampler
 from torchrl_safety.modules import (
@@ -121,7 +121,10 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
 
     optimizer = torch.optim.Adam(loss.parameters(), cfg.lr.start, fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, (cfg.lr.end / cfg.lr.start) ** (1 / updates))
-    target = SoftUpdate(loss, tau=cfg.tau if cfg.target_period is None else 1.0)
+    if cfg.target_period is None:
+        target = SoftUpdate(loss, tau=cfg.tau)
+    else:
+        target = HardUpdate(loss, value_network_update_interval=0)  # its own count is one off and in no checkpoint
     gamma = make_gamma(cfg)
     measure = make_measure(cfg, backup)
     facts = {
@@ -157,7 +160,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 decay.step()
                 buffer.update_tensordict_priority(batch)
                 run.count_update()
-                if run.updates % (cfg.target_period or 1) == 0:  # TorchRL's HardUpdate counts one more, unsaved
+                if run.updates % (cfg.target_period or 1) == 0:
                     target.step()
             if run.updates and run.due(cfg.evaluations):
                 scores = measure(policy, best_value(policy)).scores

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from runs import SHORT, checkpoints, differences, final_state, run
-from torchrl.objectives import LossModule, SoftUpdate
+from torchrl.objectives import HardUpdate, LossModule
 
 from torchrl_safety.modules import reset_noise
 
@@ -41,7 +41,7 @@ def test_noise_is_drawn_at_every_action_and_before_every_update_and_gradients_ar
 
 @pytest.mark.parametrize("period", [1, 7])
 def test_a_target_network_that_is_copied_is_so_every_period_of_updates_also_across_a_resume(tmp_path, period):
-    copied, step = [], SoftUpdate.step
+    copied, step = [], HardUpdate.step
 
     def counted_step(updater):
         step(updater)
@@ -49,8 +49,8 @@ def test_a_target_network_that_is_copied_is_so_every_period_of_updates_also_acro
         copied.append(torch.equal(online["head", "weight_mu"], target["head", "weight_mu"]))
 
     whole = tmp_path / "whole"
-    with mock.patch.object(SoftUpdate, "step", counted_step):
-        code, _, err = run("rainbow_safety", whole, *SHORT["rainbow_safety"], "frames=800", f"target_period={period}")
+    with mock.patch.object(HardUpdate, "step", counted_step):
+        code, _, err = run("rainbow_safety", whole, *SHORT["rainbow_safety"], f"target_period={period}")
     assert code == 0, err
     assert all(copied)
     assert len(copied) == json.loads((whole / "summary.json").read_text())["updates"] // period
