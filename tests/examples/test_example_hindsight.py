@@ -227,7 +227,7 @@ def test_a_value_that_cannot_be_right_is_one_line_with_the_name_and_the_value():
 
 
 def test_every_option_is_read_by_the_script():
-    text = (EXAMPLES / f"{SCRIPT}.py").read_text()
+    text = "".join((EXAMPLES / f"{name}.py").read_text() for name in (SCRIPT, "launch"))
     unread = [name for name in OPTIONS if not re.search(rf"cfg\.{re.escape(name)}\b", text)]
     assert [name for name in unread if name not in ("resume", "env.bits")] == []
 
