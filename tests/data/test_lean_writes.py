@@ -137,3 +137,15 @@ def test_a_write_changes_nothing_of_what_was_drawn():
     before = batch.clone()
     buffer.extend(frames(20, 20))
     same(batch, before)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 15), slice(12, 20)], ids=["in both parts", "behind"])
+def test_rows_of_the_storage_itself_are_copied_whole_or_refused(rows):
+    """Written round the end, the first part may lie over rows that the second one copies."""
+    parent, buffer = both(RandomSampler)
+    for each in (parent, buffer):
+        each.extend(frames(20))
+        each.extend(frames(14, 20))
+        with pytest.raises(RuntimeError, match="single memory location"):
+            each.extend(each[rows])
+    same(contents(buffer), contents(parent))

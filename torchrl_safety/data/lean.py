@@ -172,7 +172,7 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
 def _copies(items: TensorDict, data: TensorDictBase, start: int, capacity: int) -> list[tuple[Tensor, Tensor]] | None:
     """Each slots of `items` `[capacity]` from `start` on, and round, with the rows of `data` for them.
 
-    `None` where the two hold anything but the same ordinary tensors.
+    `None` where the two hold anything but the same ordinary tensors, or the very same ones in a write that goes round.
     """
     if type(data) is not TensorDict or data.ndim != 1 or not 0 < len(data) <= capacity:
         return None
@@ -192,10 +192,16 @@ def _copies(items: TensorDict, data: TensorDictBase, start: int, capacity: int) 
                 return None
             copies.append((value[start : start + before], new[:before]))
             if before < len(new):
+                if _share_memory(value, new):  # the first copy may overwrite rows of the second
+                    return None
                 copies.append((value[: len(new) - before], new[before:]))
         else:
             return None
     return copies
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _rows(items: TensorDict, index: Tensor, length: int | None, more: dict[str, Tensor]) -> TensorDict | None:
