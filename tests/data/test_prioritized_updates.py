@@ -256,3 +256,21 @@ def test_a_loop_refuses_what_tensors_refuse_and_changes_nothing(wrong, monkeypat
     for name in ("level_0", "top"):
         assert torch.equal(sampler.state_dict()["tree"][name], before["tree"][name])
     assert torch.equal(sampler.state_dict()["records"]["signed_priority"], before["records"]["signed_priority"])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_priority": "ever"}, {"max_priority": "buffer", "weight_normalization": "buffer"}]
+)
+def test_a_buffer_used_in_inference_mode_can_be_used_outside_of_it(settings):
+    buffer = make(1000, **settings)  # so many slots that a read visits only those written since
+
+    def use():
+        batch = buffer.sample()
+        buffer.update_tensordict_priority(batch.set("td_error", torch.rand(8)))
+        buffer.update_priority(900, 7.0)
+        buffer.extend(items(2))
+
+    with torch.inference_mode():
+        use()
+    use()
+    assert buffer.sampler.default_priority == 7.0

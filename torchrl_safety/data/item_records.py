@@ -110,7 +110,8 @@ class ItemRecords:
             self._highest_ever.clamp_(min=highest)
         else:
             seen = priority if updated is None else torch.where(updated, priority, -1.0)
-            self._highest_ever = torch.maximum(self._highest_ever, seen.amax())
+            # In place: a tensor made in inference mode could not be changed outside of it.
+            torch.maximum(self._highest_ever, seen.amax(), out=self._highest_ever)
 
     def array(self) -> np.ndarray:
         """The memory that holds each slot's priority, where the records lie on a CPU."""

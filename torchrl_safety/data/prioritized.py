@@ -293,7 +293,7 @@ class PrioritizedSampler(Sampler):
         if priority.dtype not in (torch.float32, torch.float64):
             return False
         largest = largest_priority(alpha=self._alpha, eps=self._eps, capacity=self.max_size)
-        rows, known, tree = priority.detach().numpy(), self._records.array(), self._tree.arrays()
+        rows, known, tree = priority.numpy(force=True), self._records.array(), self._tree.arrays()
         highest = kernels.update(slot.numpy(), rows, self._alpha, self._eps, largest, known, *tree)
         if highest < 0:
             return False

@@ -335,7 +335,7 @@ class GroupExtreme:
     def read(self, rows: Tensor) -> Tensor:
         """The extreme of the rows as they are now, `[]`; `inf` when there is no smallest above 0."""
         if self._old is None:
-            self._extreme = self._of_each(rows)
+            self._of_each(rows, out=self._extreme)
         elif self._old:
             scattered = []
             for group in self._old:
