@@ -70,6 +70,12 @@ def test_a_sequence_has_as_many_steps_as_it_takes_to_push_an_idle_controller_out
     assert tried(*still, decisions=2, hold=2).tolist() == [False]
 
 
+def test_sequences_end_where_the_last_state_is_decided_while_a_push_is_held(measures):
+    tried = measures["withstands_every_sequence"]
+    one_push = LineGameEnv(1), constant(1), torch.full((1, 1), 3.0), PUSHES[2:]
+    assert tried(*one_push, decisions=1, hold=3).tolist() == [False]
+
+
 def test_a_table_of_outcomes_counts_each_kind(measures):
     claimed, withstood = torch.tensor([1, 1, 1, 0, 0]).bool(), torch.tensor([1, 1, 0, 1, 0]).bool()
     assert list(measures["confusion"](claimed, withstood).values()) == [2, 1, 1, 1]

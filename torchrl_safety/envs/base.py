@@ -161,7 +161,7 @@ class NativeEnv(StatelessEnv):
         if not self.discrete:
             return action.to(table.dtype).clamp(table.amin(0), table.amax(0))
         try:
-            return table.index_select(0, action.reshape(-1).long()).reshape(*action.shape, -1)
+            return table.index_select(0, action.reshape(-1).long()).reshape(*action.shape, table.shape[-1])
         except IndexError as error:
             raise ValueError(f"{player} has an index outside 0..{len(table) - 1}: give rows of the table") from error
 
