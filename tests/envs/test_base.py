@@ -392,6 +392,13 @@ def test_any_integer_is_an_index_of_the_table(dtype):
     assert torch.equal(env.control(action.to(dtype)), env.control(action))
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_no_actions_are_no_controls(shape):
+    env = make(3)
+    width = env.control(torch.tensor([0])).shape[-1]
+    assert env.control(torch.zeros(shape, dtype=torch.long)).shape == (*shape, width)
+
+
 def test_an_environment_built_for_a_device_does_not_touch_the_default_one():
     with torch.device("meta"):  # which holds no numbers
         env = make(2, device="cpu", max_disturbance=0.5, max_steps=3)
