@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -90,9 +91,19 @@ class GridSolution(NamedTuple):
                 f"max_turn_rate={env.max_turn_rate} and capture_radius={env.capture_radius}: leave it out"
             )
         scale = env.capture_radius / 5
-        with np.load(path) as file:
-            value = torch.as_tensor(file["V"], dtype=env.dtype) * scale
-            low, high = file["lo"].tolist(), file["hi"].tolist()
+        try:
+            with np.load(path) as file:
+                grid, low, high = (file[name] for name in ("V", "lo", "hi"))
+        except (ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+            raise ValueError(
+                f"solution={path} is no .npz file with the arrays V, lo and hi: give one, or none"
+            ) from error
+        if grid.ndim != 3 or low.shape != (3,) or high.shape != (3,):
+            raise ValueError(
+                f"solution={path} has V, lo and hi of shapes {grid.shape}, {low.shape} and {high.shape}: V needs the "
+                "axes x, y and ψ, the others an entry for each"
+            )
+        value = torch.as_tensor(grid, dtype=env.dtype) * scale
         axes = [torch.linspace(low[i], high[i], value.shape[i], dtype=env.dtype) * scale for i in range(2)]
         turn = torch.linspace(low[2], high[2], value.shape[2] + 1, dtype=env.dtype)
         return cls([*axes, turn[:-1]], value)  # ψ is periodic and its last node one spacing before 2π

@@ -131,6 +131,27 @@ def test_a_grid_is_read_in_the_lengths_of_the_environment(measures, tmp_path):
         load(tmp_path / "grid.npz", PursuitEvasionEnv(speed=2.0, capture_radius=1.0))
 
 
+@pytest.mark.parametrize("kind", ["text", "array", "empty", "zip", "other arrays"])
+def test_a_file_that_holds_no_grid_is_refused_by_name(measures, tmp_path, kind):
+    path = tmp_path / "grid.npz"
+    contents = {"text": b"x, y", "empty": b"", "zip": b"PK\x03\x04 and no more"}
+    with path.open("wb") as file:
+        if kind in contents:
+            file.write(contents[kind])
+        elif kind == "array":
+            np.save(file, np.zeros(3))
+        else:
+            np.savez(file, value=np.zeros((2, 3, 4)))
+    with pytest.raises(ValueError, match=r"solution=\S*grid.npz is no .npz file with the arrays V, lo and hi"):
+        measures["GridSolution"].load(path, PursuitEvasionEnv(speed=1.0, capture_radius=1.0))
+
+
+def test_a_grid_of_other_axes_is_refused(measures, tmp_path):
+    np.savez(tmp_path / "grid.npz", V=np.zeros((3, 4)), lo=[-5.0, -10.0], hi=[5.0, 10.0])
+    with pytest.raises(ValueError, match=r"has V, lo and hi of shapes \(3, 4\), \(2,\) and \(2,\): V needs the axes"):
+        measures["GridSolution"].load(tmp_path / "grid.npz", PursuitEvasionEnv(speed=1.0, capture_radius=1.0))
+
+
 def test_a_set_is_played_from_inside_and_from_outside(measures, tmp_path):
     """Both cars drive straight on: the evader fails exactly if the pursuer's way comes closer than the radius."""
     np.savez(tmp_path / "grid.npz", V=np.full((3, 3, 4), -1.0), lo=[-6.0, -10.0, 0.0], hi=[20.0, 10.0, 2 * math.pi])
