@@ -30,6 +30,7 @@ class HindsightPrioritizedReplayBuffer(HindsightReplayBuffer):
         eps: added to every priority, so that an item with error 0 is still drawn; MATLAB has 0.
 
     Example:
+        >>> import torch
         >>> from torchrl_safety.data import HindsightPrioritizedReplayBuffer
         >>> from torchrl_safety.envs import BitFlipEnv
         >>> env = BitFlipEnv(2, bits=3)
