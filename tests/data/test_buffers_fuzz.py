@@ -154,8 +154,3 @@ def run(examples, steps):
 
 def test_a_buffer_agrees_with_a_plain_list_after_every_step():
     run(10, 30)
-
-
-@pytest.mark.slow
-def test_a_buffer_agrees_with_a_plain_list_over_ten_thousand_steps():
-    run(100, 100)
