@@ -79,6 +79,8 @@ def save(folder: Path, learner: Learner, league: League | None = None) -> None:
 
 def load(folder: Path, learner: Learner, league: League | None, device: str) -> None:
     """The inverse of :func:`save`, into a learner and a league built from the same options."""
+    if not (folder / MODEL).exists():
+        raise ValueError(f"{folder} holds no {MODEL}, which a run leaves at its end: finish it with resume={folder}")
     saved = torch.load(folder / MODEL, map_location=device, weights_only=True)
     learner.loss.load_state_dict(saved["loss"])
     if league is not None:

@@ -135,6 +135,14 @@ def test_a_run_meets_the_worst_opponents_and_its_model_meets_them_again(finish):
             assert f"{name:<34}{summary[name]:>10.4f}" in out
 
 
+def test_a_run_that_has_not_ended_cannot_be_measured(finish, tmp_path):
+    folder, _ = finish("attack")
+    shutil.copy(folder / "config.yaml", tmp_path)
+    code, _, err = run("game_safety", tmp_path / "unused", f"evaluate={tmp_path}")
+    assert code == 1
+    assert f"holds no model.pt, which a run leaves at its end: finish it with resume={tmp_path}" in err
+
+
 def test_a_league_tells_its_scores(finish):
     folder, _ = finish("league")
     row = metrics(folder)[-1]
