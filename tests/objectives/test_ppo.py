@@ -152,6 +152,7 @@ def test_lambda_is_part_of_the_state(case):
         case.build(lmbda=1.5)
 
 
+@pytest.mark.slow
 @KINDS
 def test_minibatches_of_any_size_compile_without_graph_breaks(case):
     torch._dynamo.reset()
