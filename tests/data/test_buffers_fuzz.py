@@ -143,14 +143,14 @@ class Buffers(RuleBasedStateMachine):
         assert self.buffer.sampler.default_priority == pytest.approx(self.default)
 
 
-def run(examples, steps):
+def run(machine, examples, steps):
     options = settings(
         max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
     )
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Buffers, settings=options)
+    run_state_machine_as_test(machine, settings=options)
 
 
 def test_a_buffer_agrees_with_a_plain_list_after_every_step():
-    run(10, 30)
+    run(Buffers, 10, 30)

@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import precondition, rule, run_state_machine_as_test
-from test_buffers_fuzz import Buffers
+from hypothesis.stateful import precondition, rule
+from test_buffers_fuzz import Buffers, run
 
 MODEL = ("items", "slots", "cursor", "episode", "frames_open", "highest", "draws")
 
@@ -44,17 +43,10 @@ class Rollback(Buffers):
         vars(self).update(copy.deepcopy(model))
 
 
-def run(examples, steps):
-    options = settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    run_state_machine_as_test(Rollback, settings=options)
-
-
 def test_a_buffer_agrees_with_a_plain_list_also_after_it_went_back_to_a_file():
-    run(5, 25)
+    run(Rollback, 5, 25)
 
 
 @pytest.mark.slow
 def test_a_buffer_agrees_with_a_plain_list_over_ten_thousand_steps_with_files():
-    run(100, 100)
+    run(Rollback, 100, 100)

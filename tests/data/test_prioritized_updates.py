@@ -274,3 +274,15 @@ def test_a_buffer_used_in_inference_mode_can_be_used_outside_of_it(settings):
         use()
     use()
     assert buffer.sampler.default_priority == 7.0
+
+
+@pytest.mark.parametrize("slot", [-1, 10**9])
+def test_a_loop_writes_to_no_slot_that_does_not_exist(slot, monkeypatch):
+    loops = priority_kernels.make_kernels(lambda loop, **options: loop)
+    monkeypatch.setattr(priority_tree, "compiled_kernels", lambda: loops)
+    buffer = make(20, 20, batch_size=4)
+    index = buffer.sample()["index"]
+    before = leaves(buffer).clone()
+    index.numpy()[1] = slot  # which torch does not count as a change
+    assert buffer.sampler._update_drawn(index, torch.ones(4)) is False
+    assert torch.equal(leaves(buffer), before)

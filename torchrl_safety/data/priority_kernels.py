@@ -129,12 +129,13 @@ def make_kernels(compiled: Callable[..., Callable[..., Any]]) -> Kernels:
             known: priority of every slot, float64; written.
 
         Returns:
-            The largest of the priorities, or -1 where one is not in `[0, largest]`. Then nothing was written.
+            The largest of the priorities, or -1 where one is not in `[0, largest]`, or a slot does not exist. Then
+            nothing was written.
         """
         highest = -1.0
         for i in range(index.shape[0]):
             given = float(priority[i])
-            if not 0 <= given <= largest:
+            if not (0 <= given <= largest and 0 <= index[i] < known.shape[0]):
                 return -1.0
             highest = max(highest, given)
         radix = levels[0].shape[1]
