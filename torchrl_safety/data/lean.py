@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch.compiler import is_compiling
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorStorage
@@ -59,11 +60,11 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
             or self._service_shutdown
             or self._sample_dependency is not None
             or not self._is_lean()
-            or self._transforms_samples()
             or type(self)._sample is not LeanReplayBuffer._sample
         ):
             return super().sample(batch_size, return_info, include_info)
-        return self._sample(size)[0]
+        batch, info = self._sample(size)
+        return _with_info(batch, info) if self._transforms_samples() else batch
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         if not self._is_lean():
@@ -77,7 +78,9 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
             # Transforms see what is stored, and what the sampler says comes after them.
             batch = self._gather(index, {} if has_transforms else info)
         if has_transforms:
-            with batch.unlock_(), _set_dispatch_td_nn_modules(True):
+            if batch.is_locked:
+                batch.unlock_()
+            with _set_dispatch_td_nn_modules(True):
                 batch = self._transform(batch)
         return batch, info
 
@@ -167,6 +170,30 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
             and not self._pin_memory
             and not is_compiling()
         )
+
+
+def _with_info(batch: Any, info: dict[str, Tensor]) -> Any:
+    """A batch that transforms have seen, with the index and what else the sampler says of its rows `[B]`."""
+    if is_tensorclass(batch):
+        return batch
+    if not isinstance(batch, TensorDictBase):
+        raise RuntimeError(
+            f"The transforms made a {type(batch).__name__} of the batch, which has no place for its index; let them "
+            "return a TensorDict, or ask for both: rb.sample(return_info=True)."
+        )
+    is_locked = batch.is_locked
+    if is_locked:
+        batch.unlock_()
+    for key, value in info.items():
+        try:
+            batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The transforms made a batch of shape {list(batch.batch_size)}, into which {key!r} of shape "
+                f"{list(value.shape)} does not fit; let them keep the rows, or ask for both: "
+                "rb.sample(return_info=True)."
+            ) from error
+    return batch.lock_() if is_locked else batch
 
 
 def _copies(items: TensorDict, data: TensorDictBase, start: int, capacity: int) -> list[tuple[Tensor, Tensor]] | None:
