@@ -287,3 +287,42 @@ def test_relabelling_goes_through_the_short_way(monkeypatch):
     assert batch["relabelled"].all()
     assert_same(lean_batch, batch)
     assert_same(buffer.sample(), parent.sample())
+
+
+class InRows(Transform):
+    """Arranges a batch `[B]` as `[B / width, width]`."""
+
+    def __init__(self, width, lock=False):
+        super().__init__()
+        self.width, self.lock = width, lock
+
+    def forward(self, tensordict):
+        rows = tensordict.reshape(-1, self.width)
+        return rows.lock_() if self.lock else rows
+
+
+class InParts(Transform):
+    """Makes two of a batch."""
+
+    def forward(self, tensordict):
+        return tensordict.split(8)
+
+
+@pytest.mark.parametrize("lock", [False, True])
+def test_index_and_weights_enter_batches_that_transforms_arranged_anew(lock):
+    parent, buffer = both(transform=lambda: InRows(1, lock))
+    for each in (parent, buffer):
+        torch.manual_seed(0)
+        each.extend(frames(CAPACITY))
+    batch = buffer.sample()
+    assert_same(batch, parent.sample())
+    assert batch["index"].shape == batch.batch_size == (16, 1)
+
+
+def test_batches_that_have_no_place_for_the_index_say_so():
+    for transform, wanted in ((InRows(2), "does not fit"), (InParts(), "made a tuple of the batch")):
+        _, buffer = both()
+        buffer.extend(frames(CAPACITY))
+        buffer.append_transform(transform)
+        with pytest.raises(RuntimeError, match=wanted):
+            buffer.sample()

@@ -179,7 +179,7 @@ def _with_info(batch: Any, info: dict[str, Tensor]) -> Any:
     if not isinstance(batch, TensorDictBase):
         raise RuntimeError(
             f"The transforms made a {type(batch).__name__} of the batch, which has no place for its index; let them "
-            "return a TensorDict, or ask for both: rb.sample(return_info=True)."
+            "return a TensorDict."
         )
     is_locked = batch.is_locked
     if is_locked:
@@ -190,8 +190,7 @@ def _with_info(batch: Any, info: dict[str, Tensor]) -> Any:
         except RuntimeError as error:
             raise RuntimeError(
                 f"The transforms made a batch of shape {list(batch.batch_size)}, into which {key!r} of shape "
-                f"{list(value.shape)} does not fit; let them keep the rows, or ask for both: "
-                "rb.sample(return_info=True)."
+                f"{list(value.shape)} does not fit; let them keep the rows in the first dimension."
             ) from error
     return batch.lock_() if is_locked else batch
 
