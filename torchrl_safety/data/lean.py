@@ -31,8 +31,7 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
     and weights; one priority an item goes to the sampler as it is; frames are copied into neighbouring slots. That
     holds for storages in memory with one dimension (:class:`LazyTensorStorage`) and the samplers
     :class:`PrioritizedSampler` and :class:`torchrl.data.RandomSampler`; anything else (memmap, lists, prefetch,
-    `pin_memory`, sample units, ...) works as in the parent and takes as long. With transforms a part of the saving
-    remains.
+    `pin_memory`, sample units, ...) works as in the parent and takes as long. With transforms what they do is added.
 
     Examples:
         >>> from tensordict import TensorDict
