@@ -65,10 +65,15 @@ class Scaled(nn.Module):
 def make_learner(cfg: DictConfig, env: EnvBase) -> Learner:
     """The learner of ``cfg.algo``."""
     size = env.observation_spec["observation"].shape[-1]
-    encoder = AngleEncoding(size, env.angles) if env.angles else None
+    return {"dqn": _dqn, "sac": _sac, "ppo": _ppo}[cfg.algo.name](cfg, env, size, make_encoder(cfg, env))
+
+
+def make_encoder(cfg: DictConfig, env: EnvBase) -> AngleEncoding | Scaled | None:
+    """What every network puts before its layers: angles as sine and cosine, the rest in units of ``cfg.env.scale``."""
+    encoding = AngleEncoding(env.observation_spec["observation"].shape[-1], env.angles)
     if "scale" in cfg.env:
-        encoder = Scaled(torch.tensor(list(cfg.env.scale), device=cfg.device), AngleEncoding(size, env.angles))
-    return {"dqn": _dqn, "sac": _sac, "ppo": _ppo}[cfg.algo.name](cfg, env, size, encoder)
+        return Scaled(torch.tensor(list(cfg.env.scale), device=cfg.device), encoding)
+    return encoding if env.angles else None
 
 
 def save(folder: Path, learner: Learner, league: League | None = None) -> None:

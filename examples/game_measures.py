@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from control_tasks import ENDS, ExactSet, make_env
-from game_learners import Learner
+from game_learners import Learner, make_encoder
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from tensordict import TensorDict
@@ -210,7 +210,10 @@ def meet_the_worst(cfg: DictConfig, learner: Learner, league: League | None = No
         settings.frames,
         max_steps=cfg.rollout_steps,
         problem=problem,
-        episodes=1,
+        episodes=len(starts) if settings.restarts > 1 else 1,
+        starts=starts,
+        restarts=settings.restarts,
+        encoder=make_encoder(cfg, env),
     )
     controllers, disturbances = {"controller": learner.controller}, simple_disturbances(env)
     if league is not None:

@@ -81,7 +81,9 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(f"env.scale={cfg.env.scale} must have a positive number for each entry of the state")
     if cfg.solution is not None and cfg.env.name != "pursuit_evasion":
         raise ValueError(f"solution={cfg.solution} is one of env=pursuit_evasion, not of {cfg.env.name}; leave it out")
-    check_options(cfg, numbers="response.level", counts="response.frames", whole="response.envs response.starts")
+    check_options(
+        cfg, numbers="response.level", counts="response.frames", whole="response.envs response.starts response.restarts"
+    )
     if cfg.response.sequences is not None:
         check_options(cfg, whole=" ".join(f"response.sequences.{key}" for key in ("decisions", "hold", "states")))
     check_options(cfg, **WANTED[cfg.algo.name])

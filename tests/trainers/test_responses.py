@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from line_game import LineGameEnv, constant
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from torchrl_safety.envs import DoubleIntegratorEnv
 from torchrl_safety.modules import TwoPlayerPolicy, ZeroDisturbance
-from torchrl_safety.trainers import League, best_response, evaluate
+from torchrl_safety.trainers import League, best_response, evaluate, responses
 
 
 def respond(env, controller, **settings):
@@ -117,3 +118,46 @@ def test_it_fails_within_the_set_of_one_player_and_not_within_that_of_the_game()
     assert safe_rate(naive, against_naive, between) <= 0.1
     assert safe_rate(robust, against_robust, inside) == 1.0
     assert safe_rate(robust, against_naive, inside) == 1.0
+
+
+def test_of_several_trainings_the_disturbance_that_wins_most_is_kept(monkeypatch):
+    env, drawn = LineGameEnv(32), iter([1, 2, 1])
+    monkeypatch.setattr(responses, "_learner", lambda *_: (constant(next(drawn), "disturbance"), None))
+    monkeypatch.setattr(responses, "_train", lambda *_, **__: 5)
+    found, rates = respond(env, constant(1), restarts=3)
+    assert found.updates == 15
+    assert rates["best response"] == rates["zero"] - 1 == 0.0  # the second always pushes
+    assert found.disturbance(env.reset())["disturbance"].unique().tolist() == [2]
+
+
+def test_its_matches_begin_where_they_are_told_to():
+    # One push leads beyond the wall at 3.5 from x = 3, and not from 0.
+    env, push = LineGameEnv(32), {"trained": constant(2, "disturbance")}
+    for x, safe in ((0.0, 1.0), (3.0, 0.0)):
+        settings = {"starts": torch.full((3, 1), x), "max_steps": 1, "rollout_steps": 1}
+        _, rates = respond(env, constant(1), disturbances=push, **settings)
+        assert (rates["zero"], rates["trained"]) == (1.0, safe)
+
+
+def test_an_encoder_stands_before_both_networks():
+    class Blind(torch.nn.Module):
+        out_features = 1
+
+        def forward(self, x):
+            return 0 * x
+
+    blind = Blind()
+    found, rates = respond(LineGameEnv(32), constant(1), encoder=blind)
+    # Whatever the state, it pushes the same way, which is enough here.
+    layers = [part for part in found.disturbance.modules() if isinstance(part, Blind)]
+    assert len(layers) == 1
+    assert layers[0] is not blind
+    states = {"observation": torch.linspace(-3, 3, 7).unsqueeze(-1)}
+    assert len(found.disturbance(TensorDict(states, [7]))["disturbance"].unique()) == 1
+    assert rates["best response"] == 0.0
+
+
+@pytest.mark.parametrize("restarts", [0, 1.5, None])
+def test_no_training_at_all_is_refused(restarts):
+    with pytest.raises(ValueError, match=f"restarts is {restarts}; at least one disturbance must be trained"):
+        respond(LineGameEnv(32), constant(1), restarts=restarts)

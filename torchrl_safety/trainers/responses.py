@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch import nn
+from torch import Tensor, nn
 from torchrl.data import Categorical
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
@@ -47,10 +48,13 @@ def best_response(
     disturbances: Mapping[str, TensorDictModuleBase] | None = None,
     league: League | None = None,
     episodes: int = 200,
+    starts: Tensor | None = None,
+    restarts: int = 1,
     rollout_steps: int = 24,
     epochs: int = 6,
     minibatch: int = 512,
     hidden: Sequence[int] = (64, 64),
+    encoder: nn.Module | None = None,
     lr: float = 3e-3,
     observation_key: NestedKey = "observation",
     **keys: NestedKey,
@@ -62,28 +66,35 @@ def best_response(
     :math:`\max_d` of :math:`-V` (:class:`~torchrl_safety.objectives.OpponentBackup`) by clipped PPO, which takes
     indices and continuous disturbances alike; one step of a disturbance changes little of a value, and an advantage
     tells such steps apart sooner than a table of action values does. The rate against it bounds the controller's worst
-    case from above: a stronger disturbance may exist. Networks and draws follow torch's global generator. Compare the
+    case from above: a stronger disturbance may exist, and one training out of two may miss a weakness that the other
+    finds (`restarts`). Networks and draws follow torch's global generator. Compare the
     exploitability of Lanctot et al. 2017.
 
     Args:
         env: a batch of two-player environments.
         controller: the policy; it acts deterministically.
-        budget: frames of training.
+        budget: frames of each training.
         max_steps: steps after which training starts episodes anew, and the most of an evaluated one.
         problem: `"avoid"` or `"reach_avoid"`, what counts as a win of the controller.
         disturbances: others to compare with, such as ``{"trained": policy}``, beside `"zero"` and `"random"`.
         league: whose controllers and disturbances join the comparison.
         episodes: the least number for each pair.
+        starts: first states `[N, ...]` of those episodes, taken in turn; by default the environment draws them.
+        restarts: how many disturbances are trained, each from networks of its own; the one that the controller
+            withstands least often is kept.
         rollout_steps: steps of each environment from which one iteration learns.
         epochs: passes over them.
         minibatch: transitions of a gradient step.
         hidden: widths of the layers of the two networks.
+        encoder: what they put before their layers, with its `out_features`; by default an
+            :class:`~torchrl_safety.modules.AngleEncoding` of the environment's angles.
         lr: learning rate at the start; it falls to a tenth.
         observation_key: what the disturbance reads.
         **keys: `action_key`, `disturbance_key`, `safety_margin`, `target_margin`.
 
     Raises:
-        ValueError: an unknown problem, a budget below one iteration, or an environment without one of the actions.
+        ValueError: an unknown problem, a budget below one iteration, no training at all, or an environment without one
+            of the actions.
 
     Example:
         >>> import torch
@@ -104,18 +115,40 @@ def best_response(
             f"budget is {budget!r} frames; it must be a whole number of at least {least}, the {rollout_steps} steps of "
             f"{env.numel()} environments from which one update learns"
         )
-    opponent = frozen(controller)
-    player, loss = _learner(arena, observation_key, hidden)
-    done = _train(
-        arena, opponent, player, loss, budget, rollout_steps=rollout_steps, epochs=epochs, minibatch=minibatch, lr=lr
-    )
+    if not isinstance(restarts, int) or restarts < 1:
+        raise ValueError(f"restarts is {restarts!r}; at least one disturbance must be trained")
+    opponent, done, candidates = frozen(controller), 0, []
+    played: dict[str, Any] = {
+        "episodes": episodes,
+        "max_steps": max_steps,
+        "problem": problem,
+        "starts": starts,
+        **keys,
+    }
+    for _ in range(restarts):
+        player, loss = _learner(arena, observation_key, hidden, encoder)
+        done += _train(
+            arena,
+            opponent,
+            player,
+            loss,
+            budget,
+            rollout_steps=rollout_steps,
+            epochs=epochs,
+            minibatch=minibatch,
+            lr=lr,
+        )
+        candidates.append(frozen(player))
+        candidates[-1].select_out_keys(arena.disturbance_key)
+    found = candidates[0]
+    if restarts > 1:
+        tried = {str(number): candidate for number, candidate in enumerate(candidates)}
+        found = candidates[int(cross_play(env, {"controller": opponent}, tried, **played).rates[0].argmin())]
     seconds = time.perf_counter() - began
-    found = frozen(player)
-    found.select_out_keys(arena.disturbance_key)
     others = {**({} if league is None else league.disturbances), **(disturbances or {})}
     others = {**simple_disturbances(env, disturbance_key=arena.disturbance_key), **others, "best response": found}
     controllers = {"controller": opponent, **({} if league is None else league.controllers)}
-    table = cross_play(env, controllers, others, episodes=episodes, max_steps=max_steps, problem=problem, **keys)
+    table = cross_play(env, controllers, others, **played)
     return BestResponse(found, table, done, seconds)
 
 
@@ -169,16 +202,18 @@ def _train(
     return iterations * epochs * per_epoch
 
 
-def _learner(arena: Arena, observation: NestedKey, hidden: Sequence[int]) -> tuple[ProbabilisticActor, SafetyPPOLoss]:
+def _learner(
+    arena: Arena, observation: NestedKey, hidden: Sequence[int], encoder: nn.Module | None
+) -> tuple[ProbabilisticActor, SafetyPPOLoss]:
     """A fresh disturbance that reads `observation`, and the loss that lets it do harm."""
     env, key = arena.env, arena.disturbance_key
     spec, observed = env.full_action_spec[key], env.full_observation_spec[observation]
     size = observed.shape[-1]
 
     def perceptron(outputs: int) -> nn.Sequential:
-        encoder = AngleEncoding(size, getattr(env, "angles", ()))
-        layers = MLP(encoder.out_features, outputs, num_cells=list(hidden), activation_class=nn.Tanh)
-        return nn.Sequential(encoder, layers.to(env.device, observed.dtype))
+        first = AngleEncoding(size, getattr(env, "angles", ())) if encoder is None else copy.deepcopy(encoder)
+        layers = MLP(first.out_features, outputs, num_cells=list(hidden), activation_class=nn.Tanh)
+        return nn.Sequential(first, layers.to(env.device, observed.dtype))
 
     if isinstance(spec, Categorical):
         head, parameters = perceptron(spec.n), ["logits"]
