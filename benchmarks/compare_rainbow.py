@@ -4,8 +4,8 @@ python benchmarks/compare_rainbow.py [rounds] [frames of a round] [frames before
 
 All learn with one thread from 8 environments side by side: an update of 128 a frame, a network of 8-128-128 with a
 noisy dueling head of 51 atoms on +-100, n = 3, a prioritized buffer of 100,000 (alpha .2, beta .6 -> 1), Adam at 5e-4,
-clipping at 10, and a target copied every 1,000 updates. The package runs the loop of examples/rainbow_safety.py, as it
-is and with the loss compiled, which takes minutes at first. After the warm-up the loops take turns, each round begun by
+clipping at 10, and a target copied every 1,000 updates. The package runs the loop of examples/rainbow_safety.py
+(without random actions beside the noise, as the others), as it is and with the loss compiled, which takes minutes at first. After the warm-up the loops take turns, each round begun by
 the next one. With 100,000 frames before the first update the buffers are full, as in most of a long training: Tianshou
 looks through its whole buffer at every step. Processor time counts where other work runs beside. Tianshou takes part
 where it is installed. Needs the extra `gym`.
@@ -38,10 +38,8 @@ from rainbow_by_hand import (
     WARMUP,
     Rainbow,
 )
-from tensordict.nn import TensorDictSequential
 from torchrl.data import LazyTensorStorage
 from torchrl.envs import ExplorationType, set_exploration_type
-from torchrl.modules import EGreedyModule
 from torchrl.objectives import HardUpdate
 
 from torchrl_safety.data import LeanReplayBuffer, NStepTransform, PrioritizedSampler
@@ -64,8 +62,6 @@ def ours(warmup: int, *, compiled: bool) -> Loop:
     loss = CategoricalDQNLoss(network, gamma=GAMMA, bootstrap_on_truncation=True)
     compute = torch.compile(loss, fullgraph=True) if compiled else loss
     policy = greedy_policy(network)
-    epsilon = EGreedyModule(env.action_spec, eps_init=0.0, eps_end=0.0, annealing_num_steps=1)
-    explore = TensorDictSequential(policy, epsilon)
     buffer = LeanReplayBuffer(
         storage=LazyTensorStorage(CAPACITY),
         sampler=PrioritizedSampler(CAPACITY, ALPHA, BETA, beta_annealing_steps=BUDGET),
@@ -73,7 +69,8 @@ def ours(warmup: int, *, compiled: bool) -> Loop:
         batch_size=BATCH,
         priority_key="td_error",
     )
-    optimizer = torch.optim.Adam(loss.parameters(), LR, fused=True)
+    parameters = list(loss.parameters())
+    optimizer = torch.optim.Adam(parameters, LR, fused=True)
     target = HardUpdate(loss, value_network_update_interval=TARGET_PERIOD)
     state = env.reset()
 
@@ -82,8 +79,7 @@ def ours(warmup: int, *, compiled: bool) -> Loop:
         for _ in range(frames // NUM_ENVS):
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
                 reset_noise(policy)
-                transition, state = env.step_and_maybe_reset(explore(state))
-            epsilon.step(NUM_ENVS)
+                transition, state = env.step_and_maybe_reset(policy(state))
             buffer.extend(transition.select(*STORED))
             for _ in range(NUM_ENVS if len(buffer) >= warmup else 0):
                 batch = buffer.sample()
@@ -91,7 +87,7 @@ def ours(warmup: int, *, compiled: bool) -> Loop:
                 losses = compute(batch)
                 optimizer.zero_grad()
                 losses["loss"].backward()
-                torch.nn.utils.clip_grad_norm_(loss.parameters(), MAX_NORM)
+                torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
                 optimizer.step()
                 target.step()
                 buffer.update_tensordict_priority(batch)

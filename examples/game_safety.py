@@ -134,6 +134,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     stored = ["observation", *PLAYERS, *(("next", key) for key in ("observation", "done", "terminated", "truncated"))]
     stored += [("next", signal) for signal in backup.signals]
 
+    parameters = list(loss.parameters())
     optimizer = torch.optim.Adam(parameter_groups(loss, rates), fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
     target = SoftUpdate(loss, tau=cfg.tau)
@@ -164,7 +165,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 losses = compute(buffer.sample())
                 optimizer.zero_grad()
                 sum(term for name, term in losses.items() if name.startswith("loss")).backward()
-                torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm)
                 optimizer.step()
                 decay.step()
                 target.step()

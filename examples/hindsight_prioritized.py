@@ -166,7 +166,8 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     keys = [*task.inputs, *(each.measurement_key for each in hindsight.relabel.goal_conditions)]
     stored = ["action", *keys, *(("next", key) for key in (*keys, *ENDS, *backup.signals))]
 
-    optimizer = torch.optim.Adam(loss.parameters(), cfg.lr, fused=True)
+    parameters = list(loss.parameters())
+    optimizer = torch.optim.Adam(parameters, cfg.lr, fused=True)
     target = SoftUpdate(loss, tau=cfg.tau)
     gamma = make_gamma(cfg)
     facts = {
@@ -202,7 +203,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 losses = loss(batch)
                 optimizer.zero_grad()
                 sum(term for name, term in losses.items() if name.startswith("loss")).backward()
-                torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm)
                 optimizer.step()
                 target.step()
                 if cfg.prioritized:

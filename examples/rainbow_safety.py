@@ -119,7 +119,8 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     stored = ["observation", "action", *(("next", key) for key in ("observation", "done", "terminated", "truncated"))]
     stored += [("next", signal) for signal in backup.signals]
 
-    optimizer = torch.optim.Adam(loss.parameters(), cfg.lr.start, fused=True)
+    parameters = list(loss.parameters())
+    optimizer = torch.optim.Adam(parameters, cfg.lr.start, fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, (cfg.lr.end / cfg.lr.start) ** (1 / updates))
     if cfg.target_period is None:
         target = SoftUpdate(loss, tau=cfg.tau)
@@ -155,7 +156,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 losses = compute(batch)
                 optimizer.zero_grad()
                 losses["loss"].backward()
-                torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm)
                 optimizer.step()
                 decay.step()
                 buffer.update_tensordict_priority(batch)

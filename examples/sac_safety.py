@@ -121,6 +121,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
     kept = [key for key in env.reset().keys(True, True) if key != "action"]
 
     rates = {"actor_network": cfg.lr.actor, "qvalue_network": cfg.lr.critic, "log_alpha": cfg.lr.alpha}
+    parameters = list(loss.parameters())
     optimizer = torch.optim.Adam(parameter_groups(loss, rates), fused=True)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, cfg.lr.final ** (1 / updates))
     target = SoftUpdate(loss, tau=cfg.tau)
@@ -146,7 +147,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 losses = loss(buffer.sample())
                 optimizer.zero_grad()
                 (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
-                torch.nn.utils.clip_grad_norm_(loss.parameters(), cfg.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm)
                 optimizer.step()
                 decay.step()
                 target.step()

@@ -140,7 +140,7 @@ def reset_noise(module: nn.Module, generator: torch.Generator | None = None) -> 
             # Several critics have their parameters stacked in one network's place.
             for path, layer in network.named_modules():
                 if isinstance(layer, NoisyLinear):
-                    buffers = child.get(tuple(path.split("."))) if path else child
-                    layer.draw_noise(buffers.get("weight_noise"), buffers.get("bias_noise"), generator)
+                    noise = (child._buffers[f"{path}.{name}".lstrip(".")] for name in ("weight_noise", "bias_noise"))
+                    layer.draw_noise(*noise, generator)
         else:
             reset_noise(child, generator)

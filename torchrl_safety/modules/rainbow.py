@@ -150,6 +150,13 @@ class RainbowNetwork(TensorDictModuleBase):
         value, advantage = rows.split([1, self.num_actions], -2)
         return self.dueling(value, advantage)
 
+    def action_values(self, observation: Tensor) -> Tensor:
+        """Action values `[*B, num_actions]` of an observation `[*B, *in_features]`."""
+        return self._mean(self.logits(observation))
+
+    def _mean(self, logits: Tensor) -> Tensor:
+        return logits.squeeze(-1) if self.support is None else logits.softmax(-1) @ self.support
+
     def quantile(self, logits: Tensor, level: float) -> Tensor:
         """:func:`categorical_quantile` `[*B]` of logits `[*B, atoms]` over the support of the network."""
         return categorical_quantile(logits.softmax(-1), self._atoms(), level)
@@ -179,10 +186,9 @@ class RainbowNetwork(TensorDictModuleBase):
                 f"the observation {key!r} is missing; present: {sorted(map(str, tensordict.keys(True, True)))}"
             )
         logits = self.logits(observation)
-        if self.support is None:
-            return tensordict.set(self.out_keys[0], logits.squeeze(-1))
-        tensordict.set(self.out_keys[0], logits)
-        return tensordict.set(self.out_keys[1], logits.softmax(-1) @ self.support)
+        if self.support is not None:
+            tensordict.set(self.out_keys[0], logits)
+        return tensordict.set(self.out_keys[-1], self._mean(logits))
 
 
 class _Streams(nn.Module):

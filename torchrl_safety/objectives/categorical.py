@@ -55,4 +55,4 @@ def project_positions(positions: Tensor, probs: Tensor, nodes: int) -> Tensor:
     upper_mass = probs * (positions - lower)
     index = lower.long()
     mass = torch.zeros(*positions.shape[:-1], nodes, dtype=upper_mass.dtype, device=positions.device)
-    return mass.scatter_add(-1, index, probs - upper_mass).scatter_add(-1, index + 1, upper_mass)
+    return mass.scatter_add(-1, index, probs - upper_mass).scatter_add_(-1, index + 1, upper_mass)

@@ -38,6 +38,15 @@ def refuse_unless(holds: Tensor, fault: str) -> None:
         raise ValueError(fault)
 
 
+def refuse_outside(index: Tensor, size: int, fault: str) -> None:
+    """:func:`refuse_unless` all entries of `index` lie in 0..size - 1."""
+    if index.device.type == "cpu" and not torch.compiler.is_compiling() and index.numel():
+        lowest, highest = index.aminmax()
+        if lowest.item() >= 0 and highest.item() < size:
+            return
+    refuse_unless(((index >= 0) & (index < size)).all(), fault)
+
+
 def refuse_unless_finite(value: Tensor, fault: str) -> None:
     """:func:`refuse_unless` all entries of `value` are finite."""
     # A finite sum has finite terms, and takes a quarter of the time.
