@@ -4,11 +4,11 @@ python benchmarks/compare_rainbow.py [rounds] [frames of a round] [frames before
 
 All learn with one thread from 8 environments side by side: an update of 128 a frame, a network of 8-128-128 with a
 noisy dueling head of 51 atoms on +-100, n = 3, a prioritized buffer of 100,000 (alpha .2, beta .6 -> 1), Adam at 5e-4,
-clipping at 10, and a target copied every 1,000 updates. The package runs the loop of examples/rainbow_safety.py
-(without random actions beside the noise, as the others), as it is and with the loss compiled, which takes minutes at first. After the warm-up the loops take turns, each round begun by
-the next one. With 100,000 frames before the first update the buffers are full, as in most of a long training: Tianshou
-looks through its whole buffer at every step. Processor time counts where other work runs beside. Tianshou takes part
-where it is installed. Needs the extra `gym`.
+clipping at 10, and a target copied every 1,000 updates; the noise alone explores. The package runs the loop of
+examples/rainbow_safety.py, as it is and with the loss compiled, which takes minutes at first. After the warm-up the
+loops take turns, each round begun by the next one. With 100,000 frames before the first update the buffers are full, as
+in most of a long training: Tianshou looks through its whole buffer at every step. Processor time counts where other work
+runs beside. Tianshou takes part where it is installed. Needs the extra `gym`.
 """
 
 from __future__ import annotations
