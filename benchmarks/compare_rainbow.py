@@ -7,8 +7,8 @@ noisy dueling head of 51 atoms on +-100, n = 3, a prioritized buffer of 100,000 
 clipping at 10, and a target copied every 1,000 updates; the noise alone explores. The package runs the loop of
 examples/rainbow_safety.py, as it is and with the loss compiled, which takes minutes at first. After the warm-up the
 loops take turns, each round begun by the next one. With 100,000 frames before the first update the buffers are full, as
-in most of a long training: Tianshou looks through its whole buffer at every step. Processor time counts where other work
-runs beside. Tianshou takes part where it is installed. Needs the extra `gym`.
+in most of a long training: Tianshou looks through its whole buffer at every step. Processor time counts where other
+work runs beside. Tianshou takes part where it is installed. Needs the extra `gym`.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def reset_noise(module: nn.Module, generator: torch.Generator | None = None) -> 
             # Several critics have their parameters stacked in one network's place.
             for path, layer in network.named_modules():
                 if isinstance(layer, NoisyLinear):
-                    noise = (child._buffers[f"{path}.{name}".lstrip(".")] for name in ("weight_noise", "bias_noise"))
-                    layer.draw_noise(*noise, generator)
+                    start, buffers = f"{path}." if path else "", child._buffers
+                    layer.draw_noise(buffers[f"{start}weight_noise"], buffers[f"{start}bias_noise"], generator)
         else:
             reset_noise(child, generator)
