@@ -186,8 +186,13 @@ def test_a_buffer_that_grew_past_its_last_sort_is_sorted_before_the_interval_is_
 def test_an_unchanged_buffer_is_not_sorted_again(monkeypatch):
     buffer = make(10, variant="rank", sort_interval=1)
     buffer.sample()
-    monkeypatch.setattr(buffer.sampler._ranks, "sort", None)
+    sorts, sort = [], buffer.sampler._ranks.sort
+    monkeypatch.setattr(buffer.sampler._ranks, "sort", lambda *args, **kwargs: sorts.append(1) or sort(*args, **kwargs))
     buffer.sample()
+    assert not sorts
+    buffer.extend(items(1, 10))
+    buffer.sample()
+    assert sorts
 
 
 def continue_with(buffer, rounds):

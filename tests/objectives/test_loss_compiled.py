@@ -33,6 +33,8 @@ def test_every_loss_compiles_without_graph_breaks(case):
 @pytest.mark.parametrize("n_step", ["last", "best"])
 def test_every_loss_compiles_on_windows_without_graph_breaks(case, n_step):
     if case.game and n_step == "best":
+        with pytest.raises(ValueError, match="single player only"):
+            case.build(n_step=n_step)
         return
     compiles_to_the_same_numbers(case, case.build(n_step=n_step), windows_of(case, 3))
 

@@ -67,8 +67,8 @@ def best_response(
     indices and continuous disturbances alike; one step of a disturbance changes little of a value, and an advantage
     tells such steps apart sooner than a table of action values does. The rate against it bounds the controller's worst
     case from above: a stronger disturbance may exist, and one training out of two may miss a weakness that the other
-    finds (`restarts`). Networks and draws follow torch's global generator. Compare the
-    exploitability of Lanctot et al. 2017.
+    finds (`restarts`). Networks and draws follow torch's global generator. Compare the exploitability of Lanctot et al.
+    2017.
 
     Args:
         env: a batch of two-player environments.
