@@ -180,6 +180,14 @@ def test_a_link_to_a_slot_that_was_rewritten_leads_nowhere():
     assert (slots.tolist(), exists.tolist()) == ([[1, 1, 1]], [[True, False, False]])
 
 
+def test_a_write_over_the_end_of_another_trajectory_keeps_its_own_together():
+    links = Successors(4)
+    links.write(torch.tensor([0, 1]), torch.tensor([8, 7]), torch.tensor([5, 0]))
+    links.write(torch.tensor([2, 3, 0]), torch.full((3,), 7), torch.arange(1, 4))
+    slots, exists = links.follow(torch.tensor([1]), 4)
+    assert (slots.tolist(), exists.tolist()) == ([[1, 2, 3, 0]], [[True] * 4])
+
+
 @EACH
 def test_transforms_of_the_user_see_n_step_rows_and_sequences(kind):
     buffer, plain = make(kind), make(kind)

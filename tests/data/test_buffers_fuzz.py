@@ -77,6 +77,13 @@ class Buffers(RuleBasedStateMachine):
         for item in [*rows, *copies]:
             self.put(item)
 
+    def steps_from(self, slot, length):
+        """The items of a sequence that starts in a slot: the steps of its trajectory that the list still holds."""
+        held, items = set(map(id, self.items)), [self.slots[slot]]
+        while len(items) < length and not items[-1].done and id(items[-1].follows) in held:
+            items.append(items[-1].follows)
+        return items
+
     @precondition(lambda self: self.items)
     @rule(length=st.integers(1, 4))
     def sample(self, length):
@@ -86,18 +93,12 @@ class Buffers(RuleBasedStateMachine):
         leaves = [(self.slots[int(i)].priority + EPS) ** ALPHA for i in batch["index"].reshape(4, -1)[:, 0]]
         weights = batch["priority_weight"].reshape(4, -1)[:, 0].tolist()
         assert weights == pytest.approx([(leaf / min(leaves)) ** -beta for leaf in leaves], rel=1e-5)
-        held = set(map(id, self.items))
         for row in batch.reshape(4, length):
-            item = self.slots[int(row["index"][0])]
-            for i in range(length):
-                exists = bool(row["valid"][i])
-                if i:
-                    following = None if item is None or item.done else item.follows
-                    item = following if following is not None and id(following) in held else None
-                assert exists == (item is not None)
-                if item is not None:
-                    found = (int(row["frame"][i]), float(row["desired_goal"][i]), float(row["next", "reward"][i]))
-                    assert found == (item.number, item.goal, item.reward)
+            items = self.steps_from(int(row["index"][0]), length)
+            assert row["valid"].flatten().tolist() == [True] * len(items) + [False] * (length - len(items))
+            for step, item in zip(row, items):
+                found = (int(step["frame"]), float(step["desired_goal"]), float(step["next", "reward"]))
+                assert found == (item.number, item.goal, item.reward)
 
     @precondition(lambda self: self.items)
     @rule(data=st.data())
@@ -141,6 +142,18 @@ class Buffers(RuleBasedStateMachine):
             priorities = self.buffer.sampler.priority_of(self.buffer._by_age())
             assert priorities.tolist() == pytest.approx([item.priority for item in self.items])
         assert self.buffer.sampler.default_priority == pytest.approx(self.default)
+
+    @invariant()
+    def every_step_is_followed_by_the_next_of_its_trajectory(self):
+        if not hasattr(self, "buffer") or not self.items:
+            return
+        slots, exist = self.buffer._successors.follow(torch.arange(len(self.items)), 2)
+        for slot, (_, following), (_, exists) in zip(range(len(slots)), slots.tolist(), exist.tolist()):
+            items = self.steps_from(slot, 2)
+            if not self.slots[slot].done:
+                assert exists == (len(items) == 2), f"slot {slot}"
+            if len(items) == 2:
+                assert self.slots[following] is items[1], f"slot {slot}"
 
 
 def run(machine, examples, steps):

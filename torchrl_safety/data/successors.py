@@ -35,7 +35,7 @@ class Successors:
         if not len(slot):
             return
         slot, trajectory, step = (value[-len(self._next) :].cpu() for value in (slot, trajectory, step))
-        before = self._last
+        before = self._last[~torch.isin(self._last, slot)]  # the others are no longer what they were
         self._next[slot] = -1
         self._trajectory[slot], self._step[slot] = trajectory, step
         known = self._trajectory[before]
