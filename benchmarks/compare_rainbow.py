@@ -71,11 +71,11 @@ def ours(warmup: int, *, compiled: bool) -> Loop:
     )
     parameters = list(loss.parameters())
     optimizer = torch.optim.Adam(parameters, LR, fused=True)
-    target = HardUpdate(loss, value_network_update_interval=TARGET_PERIOD)
-    state = env.reset()
+    target = HardUpdate(loss, value_network_update_interval=0)
+    state, updates = env.reset(), 0
 
     def run(frames: int) -> None:
-        nonlocal state
+        nonlocal state, updates
         for _ in range(frames // NUM_ENVS):
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
                 reset_noise(policy)
@@ -89,8 +89,10 @@ def ours(warmup: int, *, compiled: bool) -> Loop:
                 losses["loss"].backward()
                 torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
                 optimizer.step()
-                target.step()
                 buffer.update_tensordict_priority(batch)
+                updates += 1
+                if updates % TARGET_PERIOD == 0:
+                    target.step()
 
     return run
 

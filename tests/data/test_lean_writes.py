@@ -130,6 +130,15 @@ def test_frames_of_another_kind_are_taken_or_refused_as_by_the_parent(change, re
         same(results[1], results[0])
 
 
+def test_a_buffer_that_went_back_to_when_it_was_empty_is_written_as_a_new_one():
+    for buffer in both():
+        empty = buffer.state_dict()
+        buffer.extend(frames(3))
+        buffer.load_state_dict(empty)
+        buffer.extend(frames(2, 7))
+        assert contents(buffer)["observation"].flatten().tolist() == [7, 8]
+
+
 def test_a_write_changes_nothing_of_what_was_drawn():
     _, buffer = both(RandomSampler)
     buffer.extend(frames(20))

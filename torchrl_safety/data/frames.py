@@ -83,14 +83,20 @@ def check_kinds(before: Kinds, now: Kinds) -> None:
 
 
 def rows_of(entries: Mapping[Key, Tensor], num_rows: int, device: torch.device | None) -> TensorDict:
-    """Entries `[M, *]` as a TensorDict `[M]`."""
+    """Entries `[M, *]` on the device, if one is given, as a TensorDict `[M]`."""
     rows: dict[str, Any] = {}
     for path, value in entries.items():
         within = rows
         for name in path[:-1]:
             within = within.setdefault(name, {})
         within[path[-1]] = value
-    return TensorDict(rows, [num_rows], device=device)
+    return _unchecked(rows, torch.Size([num_rows]), device)
+
+
+def _unchecked(entries: dict[str, Any], shape: torch.Size, device: torch.device | None) -> TensorDict:
+    """A TensorDict of entries that fit: to check each takes longer than to make it."""
+    made = {name: _unchecked(value, shape, device) if type(value) is dict else value for name, value in entries.items()}
+    return TensorDict._new_unsafe(made, batch_size=shape, device=device)
 
 
 def public(path: Key) -> NestedKey:

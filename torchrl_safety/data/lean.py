@@ -161,7 +161,8 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
             return False
         items = self._storage._storage
         return (
-            type(items) is TensorDict
+            self._storage.initialized  # not so where an empty state was loaded over these items
+            and type(items) is TensorDict
             and items.ndim == 1
             and self._storage.ndim == 1
             and self._sample_unit is None

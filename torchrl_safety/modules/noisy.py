@@ -87,7 +87,6 @@ class NoisyLinear(nn.Module):
         """Draw new noise in place, from `generator` or torch's global one."""
         self.draw_noise(self.weight_noise, self.bias_noise, generator)
 
-    @torch.no_grad()
     def draw_noise(self, weight_noise: Tensor, bias_noise: Tensor, generator: torch.Generator | None = None) -> None:
         """Draw new noise for this layer into buffers `[*K, out, in]` and `[*K, out]`, such as those of a copy of it."""
         if not self.factorised:
@@ -134,13 +133,19 @@ def reset_noise(module: nn.Module, generator: torch.Generator | None = None) -> 
             if isinstance(layer, NoisyLinear):
                 layer.reset_noise(generator)
         return
+    layers: dict[nn.Module, list[tuple[str, NoisyLinear]]] = {}  # of a network, whose online and target copies are two
     for name, child in module.named_children():
         network = module.__dict__.get(name.removeprefix("target_").removesuffix("_params"))
-        if isinstance(child, TensorDictParams) and network is not None:
-            # Several critics have their parameters stacked in one network's place.
-            for path, layer in network.named_modules():
-                if isinstance(layer, NoisyLinear):
-                    start, buffers = f"{path}." if path else "", child._buffers
-                    layer.draw_noise(buffers[f"{start}weight_noise"], buffers[f"{start}bias_noise"], generator)
-        else:
+        if not isinstance(child, TensorDictParams) or network is None:
             reset_noise(child, generator)
+            continue
+        if network not in layers:
+            layers[network] = [
+                (f"{path}." if path else "", layer)
+                for path, layer in network.named_modules()
+                if isinstance(layer, NoisyLinear)
+            ]
+        for start, layer in layers[network]:
+            # Several critics have their parameters stacked in one network's place.
+            weight_noise, bias_noise = (child._buffers[f"{start}{name}_noise"] for name in ("weight", "bias"))
+            layer.draw_noise(weight_noise, bias_noise, generator)
