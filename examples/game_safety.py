@@ -29,7 +29,7 @@ from torchrl_safety.envs.base import END_CRITERIA
 from torchrl_safety.modules import reset_noise
 from torchrl_safety.trainers import League, UpdatePeriods, check_options, parameter_groups
 
-KEPT = "env problem algo seed num_envs n_steps buffer_size hidden"
+KEPT = "env problem algo seed num_envs n_steps buffer_size hidden failure_depth"
 PLAYERS = ("action", "disturbance")
 
 
@@ -103,6 +103,7 @@ def check(cfg: DictConfig) -> None:
         whole="batch_size n_steps buffer_size warmup_frames",
         shares="random_actions.start random_actions.end random_actions.fraction tau",
         positive="tau",
+        limits="failure_depth",
     )
     check_replay(cfg)
 
@@ -155,6 +156,9 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 guests = int(cfg.league.share * cfg.num_envs)  # environments in which a past disturbance plays
                 acting["disturbance"][:guests] = league.opponent(acting.clone())["disturbance"][:guests]
             transition, run.state = env.step_and_maybe_reset(acting)
+            if cfg.failure_depth is not None:
+                margin = transition["next", "safety_margin"]
+                transition["next", "safety_margin"] = margin.clamp(min=-cfg.failure_depth)
             buffer.extend(transition.select(*stored))
             run.advance(cfg.num_envs)
             loss.gamma = gamma.step(run.frames)

@@ -18,7 +18,7 @@ REPLAY = [*SHORT, "warmup_frames=128", "batch_size=32", "buffer_size=512"]  # fi
 BATCHES = [*SHORT, "algo.steps=5", "algo.epochs=2", "algo.minibatch=48"]
 LEAGUE = ["league.share=0.5", "league.envs=16", "league.frames_per_step=480", "league.interval=200"]
 LEARNERS = {
-    "categorical": [*REPLAY, "algo=dqn"],
+    "categorical": [*REPLAY, "algo=dqn", "failure_depth=0.02"],
     "scalar": [*REPLAY, "algo=dqn", "algo.categorical=false", "algo.noisy=false", "algo.dueling=null", "game=gameplay"],
     "sac": [*REPLAY, "algo=sac"],
     "simultaneous": [*REPLAY, "algo=sac", "algo.second_mover=false", "game=gameplay"],
@@ -89,6 +89,13 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(finish, tmp_path, learner):
     assert rows == expected
 
 
+def test_margins_are_stored_down_to_the_depth_of_a_failure(finish):
+    folder, _ = finish("categorical")
+    [buffer] = [state for name, state in final_state(folder).items() if name.endswith("buffer/state.pt")]
+    margins = buffer["_storage"]["_storage"]["steps.safety_margin"]
+    assert margins.min().item() == pytest.approx(-0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -110,6 +117,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(finish, tmp_path, learner):
         (["solution=a.npz"], "solution=a.npz is one of env=pursuit_evasion, not of double_integrator"),
         (["response.frames=-1"], "response.frames is -1; give a whole number of at least 0"),
         (["env=dubins_car"], "env.name is 'dubins_car'; choose one of ['double_integrator', 'pursuit_evasion'"),
+        (["failure_depth=0"], "failure_depth is 0; give a positive number, or null for none"),
         (["random_actions.end=2"], "random_actions.end is 2; give a number in [0, 1]"),
     ],
 )
