@@ -281,9 +281,10 @@ def test_resizing_keeps_the_newest_items_with_their_priorities_and_trajectories(
         buffer.update_priority(torch.arange(14), torch.rand(14))
         order = buffer._by_age()
         priorities = buffer.sampler.priority_of(order)
+    count = buffer.write_count
     buffer.resize(capacity)
     kept = min(capacity, 14)
-    assert (len(buffer), buffer.capacity) == (kept, capacity)
+    assert (len(buffer), buffer.capacity, buffer.write_count) == (kept, capacity, count)
     assert_same(buffer.all_experiences(), before[-kept:])
     if prioritized:
         assert torch.equal(buffer.sampler.priority_of(torch.arange(kept)), priorities[-kept:])
@@ -295,6 +296,17 @@ def test_resizing_keeps_the_newest_items_with_their_priorities_and_trajectories(
         assert numbers == follows[numbers[0]][: len(numbers)]
     grown = buffer.all_experiences()
     assert len(grown) == min(capacity, kept + len(grown) - kept)
+
+
+@pytest.mark.parametrize("strategy", ["final", "random"])
+def test_frames_written_in_inference_mode_are_gone_on_from_outside_of_it(strategy):
+    (frames,) = frames_of(1, 40, end=0.1)
+    buffers = [make(HindsightReplayBuffer, 300, strategy=strategy) for _ in range(2)]
+    for buffer, mode in zip(buffers, (True, False)):
+        for start in (0, 5, 13, 20, 30):
+            with torch.inference_mode(mode and start in (5, 20)):
+                buffer.extend(frames[start : start + 5])
+    assert_same(*(buffer.all_experiences() for buffer in buffers))
 
 
 def test_every_mismatch_is_one_sentence():

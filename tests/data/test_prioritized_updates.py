@@ -258,6 +258,14 @@ def test_a_loop_refuses_what_tensors_refuse_and_changes_nothing(wrong, monkeypat
     assert torch.equal(sampler.state_dict()["records"]["signed_priority"], before["records"]["signed_priority"])
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_an_error_that_equals_the_default_priority_counts_as_one(batch_size):
+    buffer = make(4, batch_size=batch_size)
+    for error in (1.0, 0.25):
+        buffer.update_tensordict_priority(buffer.sample().set("td_error", torch.full((batch_size,), error)))
+    assert buffer.sampler.default_priority == 1.0
+
+
 @pytest.mark.parametrize(
     "settings", [{"max_priority": "ever"}, {"max_priority": "buffer", "weight_normalization": "buffer"}]
 )

@@ -310,9 +310,11 @@ class HindsightReplayBuffer(LeanReplayBuffer):
             self._successors = self._successors.moved(kept, capacity)
             self.set_storage(LazyTensorStorage(capacity))
             self._writer.register_storage(self._storage)
-            self._writer._empty(empty_write_count=False)
+            written = self._writer._write_count
+            self._writer._empty()
             if items is not None:
                 self._writer.extend(items)
+            self._writer._write_count = written  # the items that stay were counted when they came
             self._storage.attach(self)  # from here on the sampler hears of writes
             self.set_sampler(sampler)
             self.set_rng(self._rng)

@@ -126,6 +126,7 @@ class HindsightTransform(PendingTransform):
         settings = f"strategy={self.strategy!r}, num_goal_samples={self.num_goal_samples}, num_envs={self.num_envs}"
         return f"{type(self).__name__}({settings}, n_step={self.n_step})"
 
+    @torch.inference_mode(False)  # or what is kept of a write could not be written on outside of that mode
     @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         buffer = self.writing_buffer()

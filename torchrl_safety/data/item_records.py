@@ -87,13 +87,21 @@ class ItemRecords:
             self._origin += _LATEST
         return self.time - self._origin
 
-    def update(self, slot: Tensor, priority: Tensor, applies: Tensor | None, *, highest: float | None = None) -> None:
+    def update(
+        self,
+        slot: Tensor,
+        priority: Tensor,
+        applies: Tensor | None,
+        *,
+        highest: float | None = None,
+        is_drawn: bool = False,
+    ) -> None:
         """Items `[B]` get a priority `[B]`; where `applies` is False the slot is `capacity`.
 
-        `highest` is the largest of the priorities, where that is known.
+        `highest` is the largest of the priorities, where that is known; `is_drawn` tells that the items are of a sample.
         """
         updated = applies
-        if slot.numel() == 1:
+        if slot.numel() == 1 and not is_drawn:
             # `TensorDictReplayBuffer.add` hands a new item's default priority back as if it were an error.
             known = self._signed.view(-1).index_select(0, slot)
             is_news = known.isinf() | ((priority - known.abs()).abs() > 1e-6 * known.abs() + _ZERO)

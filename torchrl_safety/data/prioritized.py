@@ -277,7 +277,7 @@ class PrioritizedSampler(Sampler):
             slot = torch.where(applies, slot, self.max_size)
         if self.device.type != "cpu":
             priority = priority.index_select(0, last_row_of_each_slot(slot))
-        self._records.update(slot, priority, applies, highest=highest)
+        self._records.update(slot, priority, applies, highest=highest, is_drawn=generation is not None)
         leaf = self._leaf(priority)
         self._tree.write(slot, leaf if applies is None else torch.where(applies, leaf, 0.0))
         if self._ranks is not None:
