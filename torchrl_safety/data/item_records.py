@@ -98,7 +98,7 @@ class ItemRecords:
     ) -> None:
         """Items `[B]` get a priority `[B]`; where `applies` is False the slot is `capacity`.
 
-        `highest` is the largest of the priorities, where that is known; `is_drawn` tells that the items are of a sample.
+        `highest` is the largest of the priorities, where that is known; `is_drawn` says that the items are of a sample.
         """
         updated = applies
         if slot.numel() == 1 and not is_drawn:
