@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictModuleBase
 from torch import nn
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
@@ -46,6 +46,14 @@ class Learner(NamedTuple):
     """The value `[*, 1]` of states `[*, S]` under the policy."""
     rates: dict[str, float]
     """Learning rate of each network of the loss."""
+
+
+def down_to(depth: float | None, transition: TensorDictBase) -> TensorDictBase:
+    """The transition with its safety margin down to minus `depth`, if one is given: who has lost falls no further."""
+    if depth is not None:
+        margin = transition["next", "safety_margin"]
+        transition["next", "safety_margin"] = margin.clamp(min=-depth)
+    return transition
 
 
 class Scaled(nn.Module):

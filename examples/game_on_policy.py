@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from game_learners import make_learner, save
+from game_learners import down_to, make_learner, save
 from game_measures import conclude, make_arena, make_measure
 from launch import make_gamma, make_run
 from omegaconf import DictConfig
@@ -44,7 +44,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
             with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
                 for _ in range(cfg.algo.steps):
                     transition, run.state = env.step_and_maybe_reset(policy(run.state.select(*carried)))
-                    steps.append(transition)
+                    steps.append(down_to(cfg.failure_depth, transition))
             batch = torch.stack(steps, 1)
             run.advance(batch_frames)
             loss.gamma = gamma.step(run.frames)

@@ -15,7 +15,7 @@ import game_on_policy
 import hydra
 import torch
 from control_tasks import GAMES
-from game_learners import Learner, load, make_learner, save
+from game_learners import Learner, down_to, load, make_learner, save
 from game_measures import conclude, make_arena, make_measure
 from launch import check_replay, check_shared, command_line, make_gamma, make_run, start
 from omegaconf import DictConfig
@@ -62,6 +62,7 @@ WANTED = {
 def check(cfg: DictConfig) -> None:
     check_shared(cfg, problems=("avoid", "reach_avoid"), envs=GAMES)
     check_options(cfg, choices={"algo.name": WANTED}, flags="compile", shares="lr.final", positive="lr.final")
+    check_options(cfg, limits="failure_depth")
     check_options(cfg, numbers="problem.level", intervals="problem.support")
     check_options(
         cfg,
@@ -103,7 +104,6 @@ def check(cfg: DictConfig) -> None:
         whole="batch_size n_steps buffer_size warmup_frames",
         shares="random_actions.start random_actions.end random_actions.fraction tau",
         positive="tau",
-        limits="failure_depth",
     )
     check_replay(cfg)
 
@@ -156,10 +156,7 @@ def train(cfg: DictConfig, folder: Path, saved: Path | None) -> None:
                 guests = int(cfg.league.share * cfg.num_envs)  # environments in which a past disturbance plays
                 acting["disturbance"][:guests] = league.opponent(acting.clone())["disturbance"][:guests]
             transition, run.state = env.step_and_maybe_reset(acting)
-            if cfg.failure_depth is not None:
-                margin = transition["next", "safety_margin"]
-                transition["next", "safety_margin"] = margin.clamp(min=-cfg.failure_depth)
-            buffer.extend(transition.select(*stored))
+            buffer.extend(down_to(cfg.failure_depth, transition.select(*stored)))
             run.advance(cfg.num_envs)
             loss.gamma = gamma.step(run.frames)
             if run.frames >= cfg.warmup_frames and len(buffer) >= cfg.batch_size:
