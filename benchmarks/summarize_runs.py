@@ -61,6 +61,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--reached", type=float)
     arguments = parser.parse_args()
+    for folder in arguments.folders:
+        if not folder.is_dir():
+            parser.error(f"{folder} is no folder; name those of runs, or one that holds them")
     files = sorted(file for folder in arguments.folders for file in folder.rglob("summary.json"))
     if not files:
         parser.error(f"no summary.json below {[str(folder) for folder in arguments.folders]}; name folders of runs")

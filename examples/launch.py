@@ -188,6 +188,8 @@ def _resumed(cfg: DictConfig, kept: Sequence[str]) -> tuple[DictConfig, Path, Pa
 
 def _with_stored(cfg: DictConfig, folder: Path, kept: Sequence[str], beside: str) -> DictConfig:
     """The options of the run in `folder`, and those of this command that it need not keep."""
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{beside}={folder} holds no config.yaml, which every run leaves; give the folder of a run")
     stored = OmegaConf.load(folder / "config.yaml")
     for text in HydraConfig.get().overrides.task:
         name = text.partition("=")[0].strip("+~")

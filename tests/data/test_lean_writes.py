@@ -130,6 +130,16 @@ def test_frames_of_another_kind_are_taken_or_refused_as_by_the_parent(change, re
         same(results[1], results[0])
 
 
+@pytest.mark.parametrize("transform", [lambda: None, lambda: NStepTransform(2)])
+def test_a_single_frame_is_for_add(transform):
+    _, buffer = both(transform=transform)
+    with pytest.raises(RuntimeError, match=r"got a single one of shape \[\]; use add\(frame\)"):
+        buffer.extend(frames(1)[0])
+    for frame in frames(2).unbind(0):
+        buffer.add(frame)
+    assert len(buffer) > 0
+
+
 def test_a_buffer_that_went_back_to_when_it_was_empty_is_written_as_a_new_one():
     for buffer in both():
         empty = buffer.state_dict()

@@ -117,6 +117,7 @@ def test_margins_are_stored_down_to_the_depth_of_a_failure(finish):
         (["solution=a.npz"], "solution=a.npz is one of env=pursuit_evasion, not of double_integrator"),
         (["response.frames=-1"], "response.frames is -1; give a whole number of at least 0"),
         (["env=dubins_car"], "env.name is 'dubins_car'; choose one of ['double_integrator', 'pursuit_evasion'"),
+        (["evaluate=nothing"], "evaluate=nothing holds no config.yaml, which every run leaves"),
         (["failure_depth=0"], "failure_depth is 0; give a positive number, or null for none"),
         (["random_actions.end=2"], "random_actions.end is 2; give a number in [0, 1]"),
     ],

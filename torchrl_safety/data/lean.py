@@ -85,6 +85,11 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> Tensor:
         """As that of the parent."""
+        if isinstance(tensordicts, TensorDictBase) and not tensordicts.ndim:
+            raise RuntimeError(
+                "extend takes a batch of frames, got a single one of shape []; use add(frame), or give "
+                "extend(frame.unsqueeze(0))"
+            )
         is_plain = type(tensordicts) is TensorDict and type(self._writer) is TensorDictRoundRobinWriter
         if not is_plain or not self._is_lean() or self._writer._generation is not None:
             return super().extend(tensordicts, update_priority=update_priority)
