@@ -130,6 +130,22 @@ def test_frames_of_another_kind_are_taken_or_refused_as_by_the_parent(change, re
         same(results[1], results[0])
 
 
+def test_of_a_write_longer_than_the_buffer_the_last_rows_stay():
+    threads = torch.get_num_threads()
+    buffer = LeanReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=4)
+    buffer.extend(frames(7))
+    try:
+        torch.set_num_threads(2)
+        index = buffer.extend(frames(25_000))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(index, (torch.arange(25_000) + 7) % 10_000)
+    kept = contents(buffer)[index[-10_000:]]
+    last = torch.arange(15_000.0, 25_000).unsqueeze(-1)
+    assert torch.equal(kept["observation"], last)
+    assert torch.equal(kept["next", "reward"], -last)
+
+
 @pytest.mark.parametrize("transform", [lambda: None, lambda: NStepTransform(2)])
 def test_a_single_frame_is_for_add(transform):
     _, buffer = both(transform=transform)

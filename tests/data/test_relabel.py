@@ -41,7 +41,8 @@ def test_the_goals_of_each_row_are_those_of_the_states_that_are_there_before_and
 def test_no_goal_is_of_another_episode_in_a_million_draws(layout, strategy):
     envs = Envs(NUM_ENVS[layout], longest=40)
     rb = buffer_with(relabel(layout, strategy=strategy), 1000 + 2 * (layout != "columns"), 14_000, layout)
-    rb.extend(envs.steps(400))
+    for _ in range(2):
+        rb.extend(envs.steps(200))
     for _ in range(8):  # 9 cases of 112,000 rows
         rb.extend(envs.steps(37))
         batch = rb.sample()

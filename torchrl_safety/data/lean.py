@@ -96,7 +96,11 @@ class LeanReplayBuffer(TensorDictReplayBuffer):
         data = self._transform.inv(tensordicts) if self._transform else tensordicts.copy()
         if data is None:
             return torch.zeros((0, 1), dtype=torch.long)
-        index = self._write(data)
+        capacity = self._storage.max_size
+        if len(data) <= capacity:
+            index = self._write(data)
+        else:  # of rows for one slot the last counts, which one write on several threads does not promise
+            index = torch.cat([self._write(rows) for rows in data.split(capacity)])
         if update_priority is not False and (priority := data.get(self.priority_key, None)) is not None:
             try:
                 self.update_priority(index, priority)
