@@ -70,7 +70,7 @@ def test_the_model_alone_is_measured_again(finished, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["evaluate=/nowhere/at/all"], "/nowhere/at/all/config.yaml"),
+        (["evaluate=/nowhere/at/all"], "evaluate=/nowhere/at/all holds no config.yaml"),
         (["hidden=[9]"], "beside evaluate=: the run has hidden=[8]"),
     ],
 )
